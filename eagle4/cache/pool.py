@@ -1,0 +1,58 @@
+"""Key and value storage: one ``[slots, heads, width]`` pair of tensors per attention layer.
+
+Layers appear on their first write, so head counts and widths (which differ between layers in some
+families, and between K and V under MLA) never have to be guessed from a config.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class KVPool:
+    """Slot-addressed K/V of all layers of one model."""
+
+    def __init__(self) -> None:
+        self.num_slots = 0
+        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def resize(self, num_slots: int) -> None:
+        """Grow to ``num_slots``, keeping what is stored."""
+        if num_slots <= self.num_slots:
+            return
+        for layer, pair in self.layers.items():
+            self.layers[layer] = tuple(_grown(tensor, num_slots) for tensor in pair)  # type: ignore[assignment]
+        self.num_slots = num_slots
+
+    def store(
+        self, layer: int, slot_R: torch.Tensor, key_RHD: torch.Tensor, value_RHD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write rows to their slots and return the layer's whole (K, V)."""
+        pair = self.layers.get(layer)
+        if pair is None:
+            pair = (self._empty(key_RHD), self._empty(value_RHD))
+            self.layers[layer] = pair
+        pair[0].index_copy_(0, slot_R, key_RHD)
+        pair[1].index_copy_(0, slot_R, value_RHD)
+        return pair
+
+    def _empty(self, like_RHD: torch.Tensor) -> torch.Tensor:
+        # Zeros, not empty: a slot that was never written may be read under a False mask, and
+        # 0 * NaN is NaN.
+        return like_RHD.new_zeros((self.num_slots, *like_RHD.shape[1:]))
+
+    def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy slots in every layer; overlapping ranges are safe (all reads come first)."""
+        for key, value in self.layers.values():
+            key[target] = key[source]
+            value[target] = value[source]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for pair in self.layers.values() for t in pair)
+
+
+def _grown(tensor: torch.Tensor, num_slots: int) -> torch.Tensor:
+    bigger = tensor.new_zeros((num_slots, *tensor.shape[1:]))
+    bigger[: tensor.shape[0]] = tensor
+    return bigger

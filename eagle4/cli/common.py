@@ -1,0 +1,88 @@
+"""What several subcommands do: load models, read the speculation options, describe the setup."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from .. import demo
+from ..config import SpeculativeConfig
+from ..evaluation.environment import describe_environment, describe_model
+from ..modeling import Eagle4ForCausalLM
+
+DEMO = "smollm2"
+
+
+class Loaded(NamedTuple):
+    """The parts that a command works with."""
+
+    model: Any  # Eagle4ForCausalLM
+    target: Any  # the bare Transformers model inside it
+    tokenizer: Any
+    device: torch.device
+
+
+def load_target(args: Namespace) -> tuple[Any, Any, torch.device]:
+    """``(target, tokenizer, device)`` from ``--target``, ``--dtype`` and ``--device``."""
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if args.target == DEMO:
+        target, tokenizer = demo.smollm2(dtype=args.dtype, device=device)
+        return target, tokenizer, device
+    dtype: Any = args.dtype
+    if dtype != "auto" or device.type == "cpu":
+        dtype = demo.resolve_dtype(dtype, device)
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype)
+    return target.to(device).eval(), tokenizer, device
+
+
+def load_pair(args: Namespace) -> Loaded:
+    """Target and drafter, attached. Raises `ValueError` when no drafter was named."""
+    drafter = drafter_source(args)
+    target, tokenizer, device = load_target(args)
+    model = Eagle4ForCausalLM.from_pretrained(target, drafter, tokenizer=tokenizer)
+    return Loaded(model, target, tokenizer, device)
+
+
+def drafter_source(args: Namespace) -> str:
+    """``--drafter``, or the shipped one for the demo target."""
+    if args.drafter in (None, DEMO):
+        if args.drafter is None and args.target != DEMO:
+            raise ValueError(
+                f"no drafter for {args.target}: pass --drafter FOLDER (train one with "
+                "`eagle4 data` and `eagle4 train`)"
+            )
+        return str(demo.drafter_path())
+    return args.drafter
+
+
+def speculation(args: Namespace) -> SpeculativeConfig:
+    """The options that were given, on top of the defaults."""
+    names = ("mode", "max_depth", "top_k", "max_nodes")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return SpeculativeConfig(**given)
+
+
+def setup_record(args: Namespace, loaded: Loaded) -> dict[str, Any]:
+    """Setup and environment of a measurement, for JSON and Markdown."""
+    target = describe_model(loaded.target)
+    drafter = describe_model(loaded.model.drafter)
+    return {
+        "setup": {
+            "target": f"{target['name']} ({target['class']}, {target['parameters'] / 1e6:.1f} M)",
+            "drafter": f"{Path(drafter_source(args)).name} ({drafter['parameters'] / 1e6:.1f} M)",
+            "dtype": target["dtype"],
+            "device": target["device"],
+            "speculation": str(speculation(args)),
+            "prompts": Path(args.prompts).name if args.prompts else "built-in",
+            "batch_size": args.batch_size,
+            "turns": args.turns,
+            "max_new_tokens": args.max_new_tokens,
+            "decoding": "greedy",
+        },
+        "environment": describe_environment(),
+    }

@@ -1,0 +1,225 @@
+"""Configurations: `Eagle4Config` rebuilds a drafter's weights, `SpeculativeConfig` steers a run.
+
+Every key of `Eagle4Config` changes the structure or its arithmetic; unknown keys are errors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from .rope import LLAMA_THETA, normalize_rope, rope_for_target
+from .structure import check_structure, check_types, is_count
+
+FORMAT_VERSION = 1
+
+
+def default_tap_layers(num_target_layers: int) -> list[int]:
+    """Outputs of target blocks ``[1, L//2 - 1, L - 4]`` (0-indexed, post-block), low to high.
+
+    The rule that the public EAGLE-3 drafters share. It names three distinct blocks from 7 layers
+    on; shallower targets get first, middle and last block, and targets of one or two layers every
+    block once. A tap is never repeated: a copy adds parameters but no information.
+    """
+    if num_target_layers < 1:
+        raise ValueError(f"num_target_layers must be at least 1, got {num_target_layers}")
+    if num_target_layers >= 7:
+        return [1, num_target_layers // 2 - 1, num_target_layers - 4]
+    last = num_target_layers - 1
+    return sorted({0, last // 2, last})
+
+
+class Eagle4Config(PreTrainedConfig):
+    """Structure of a drafter and of the target that it was made for.
+
+    Two configurations are equal when these keys are, whatever folder they came from.
+
+    Sizes: ``hidden_size`` H (equal to the target's when the embedding is shared),
+    ``target_hidden_size`` of one tap, ``vocab_size`` V, ``draft_vocab_size`` rows of a reduced
+    EAGLE-3 head (None: full vocabulary).
+
+    Switches: ``fc_norm`` (one RMSNorm per tap before ``fc``), ``eh_proj`` (2H -> H input
+    projection; False is the EAGLE-3 form with 2H-wide q/k/v), ``attn_norm`` (norm between
+    ``eh_proj`` and attention; always False without ``eh_proj``), ``norm_output`` (the normalised
+    output is the next step's state), ``use_rope`` (False: NoPE), ``sliding_window`` (None: full
+    attention), ``candidate_rank`` (0: no low-rank head) and ``num_candidates``,
+    ``own_embed_tokens`` / ``own_lm_head`` (False: borrowed from the target).
+
+    ``tap_layers`` are 0-indexed target blocks whose outputs are read *after* the block and before
+    the next norm, in the order of concatenation. Source: EAGLE-3, EAGLE-3.1, EAGLE-4 article.
+    """
+
+    model_type = "eagle4"
+
+    def __init__(
+        self,
+        hidden_size: int = 576,
+        intermediate_size: int = 2048,
+        num_attention_heads: int = 9,
+        num_key_value_heads: int | None = None,
+        head_dim: int | None = None,
+        hidden_act: str = "silu",
+        rms_norm_eps: float = 1e-5,
+        max_position_embeddings: int = 8192,
+        rope_parameters: dict[str, Any] | None = None,
+        vocab_size: int = 49152,
+        draft_vocab_size: int | None = None,
+        target_hidden_size: int | None = None,
+        num_target_layers: int = 30,
+        tap_layers: list[int] | None = None,
+        fc_norm: bool = True,
+        eh_proj: bool = True,
+        attn_norm: bool = True,
+        norm_output: bool = True,
+        use_rope: bool = True,
+        sliding_window: int | None = 4096,
+        candidate_rank: int = 128,
+        num_candidates: int = 128,
+        own_embed_tokens: bool = False,
+        own_lm_head: bool = False,
+        attention_bias: bool = False,
+        mlp_bias: bool = False,
+        tokenizer_fingerprint: str | None = None,
+        format_version: int = FORMAT_VERSION,
+        **kwargs,
+    ):
+        check_types(locals(), FORMAT_VERSION)
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = (
+            num_attention_heads if num_key_value_heads is None else num_key_value_heads
+        )
+        self.head_dim = hidden_size // num_attention_heads if head_dim is None else head_dim
+        self.hidden_act = hidden_act
+        self.rms_norm_eps = rms_norm_eps
+        self.max_position_embeddings = max_position_embeddings
+        self.rope_parameters = normalize_rope(
+            {"rope_theta": LLAMA_THETA} if rope_parameters is None else rope_parameters,
+            max_position_embeddings,
+        )
+        self.vocab_size = vocab_size
+        self.draft_vocab_size = draft_vocab_size if draft_vocab_size != vocab_size else None
+        self.target_hidden_size = hidden_size if target_hidden_size is None else target_hidden_size
+        self.num_target_layers = num_target_layers
+        self.tap_layers = (
+            default_tap_layers(num_target_layers) if tap_layers is None else list(tap_layers)
+        )
+        self.fc_norm = fc_norm
+        self.eh_proj = eh_proj
+        self.attn_norm = attn_norm and eh_proj
+        self.norm_output = norm_output
+        self.use_rope = use_rope
+        self.sliding_window = sliding_window
+        self.candidate_rank = candidate_rank
+        self.num_candidates = num_candidates
+        self.own_embed_tokens = own_embed_tokens
+        self.own_lm_head = own_lm_head
+        self.attention_bias = attention_bias
+        self.mlp_bias = mlp_bias
+        self.tokenizer_fingerprint = tokenizer_fingerprint
+        self.format_version = format_version
+        unknown = sorted(set(kwargs) - _BASE_KEYS)
+        if unknown:
+            raise ValueError(
+                f"unknown drafter configuration keys {unknown}; "
+                f"known are {sorted(structural_keys())}"
+            )
+        super().__init__(**{"tie_word_embeddings": False, **kwargs})
+        check_structure(self)
+
+    def __eq__(self, other: object) -> bool:
+        # The inherited comparison looks at the base class's fields only.
+        return isinstance(other, Eagle4Config) and all(
+            getattr(self, key) == getattr(other, key) for key in structural_keys()
+        )
+
+    @classmethod
+    def for_target(cls, target_config: PreTrainedConfig, **overrides) -> Eagle4Config:
+        """A drafter that shares the target's widths, RoPE, embedding and LM head.
+
+        A target without RoPE (GPT-2) gets a drafter with Llama's. Raises `ValueError` for unknown
+        override names.
+        """
+        text = target_config.get_text_config(decoder=True)
+        hidden, heads = text.hidden_size, text.num_attention_heads
+        inner = getattr(text, "intermediate_size", None)
+        values: dict[str, Any] = dict(
+            hidden_size=hidden,
+            target_hidden_size=hidden,
+            intermediate_size=inner if is_count(inner, 1) else 4 * hidden,
+            num_attention_heads=heads,
+            num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
+            head_dim=getattr(text, "head_dim", None) or hidden // heads,
+            rms_norm_eps=getattr(text, "rms_norm_eps", None) or 1e-5,
+            max_position_embeddings=getattr(text, "max_position_embeddings", None) or 8192,
+            rope_parameters=rope_for_target(text),
+            vocab_size=text.vocab_size,
+            num_target_layers=text.num_hidden_layers,
+        )
+        return cls(**{**values, **overrides})
+
+
+def structural_keys() -> set[str]:
+    """Names of the keys that `Eagle4Config` accepts."""
+    return set(inspect.signature(Eagle4Config.__init__).parameters) - {"self", "kwargs"}
+
+
+# What Transformers itself adds to every configuration; none of it changes a drafter.
+_BASE_KEYS = set(PreTrainedConfig().to_dict()) | {
+    *("model_type", "torch_dtype", "tie_word_embeddings", "use_cache", "attn_implementation"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "output_attentions", "name_or_path"),
+    *("_attn_implementation", "_commit_hash", "_name_or_path"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """How `generate(..., speculative=...)` speculates.
+
+    ``mode``: ``"auto"`` and ``"tree"`` draft ``top_k`` wide, ``"chain"`` drafts width 1.
+    ``max_depth`` drafter levels, ``top_k`` children per node and frontier width, ``max_nodes``
+    nodes verified per sequence (at most 63: ancestor sets are 64-bit masks with the root).
+    Raises `ValueError` for values out of range.
+    """
+
+    mode: str = "auto"
+    max_depth: int = 12
+    top_k: int = 4
+    max_nodes: int = 16
+
+    def __post_init__(self):
+        if self.mode not in ("auto", "tree", "chain"):
+            raise ValueError(f"mode must be 'auto', 'tree' or 'chain', got {self.mode!r}")
+        for name, low, high in (("max_depth", 1, 63), ("top_k", 1, 16), ("max_nodes", 1, 63)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise ValueError(f"{name} must be an integer from {low} to {high}, got {value!r}")
+
+    @property
+    def width(self) -> int:
+        return 1 if self.mode == "chain" else self.top_k
+
+    @classmethod
+    def parse(cls, value: Any) -> SpeculativeConfig | None:
+        """From ``None``, ``"eagle4"``, a dict of fields or a `SpeculativeConfig`."""
+        if value is None or isinstance(value, cls):
+            return value
+        if value == "eagle4":
+            return cls()
+        if isinstance(value, dict):
+            known = {field.name for field in dataclasses.fields(cls)}
+            unknown = sorted(set(value) - known)
+            if unknown:
+                raise ValueError(
+                    f"unknown speculative fields {unknown}; allowed are {sorted(known)}"
+                )
+            return cls(**value)
+        raise ValueError(
+            f"speculative={value!r} is not understood; pass 'eagle4', None, a SpeculativeConfig "
+            "or a dict of its fields"
+        )

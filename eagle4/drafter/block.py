@@ -1,0 +1,128 @@
+"""The drafter's single decoder layer, in its EAGLE-4 and its EAGLE-3 form.
+
+EAGLE-4:  u = eh_proj([norm_e(embed); norm_h(g)]),  x = u + attn(attn_norm(u))
+EAGLE-3:  x = g + attn([norm_e(embed); norm_h(g)])            (q/k/v read 2H)
+both:     out = x + mlp(norm(x))
+
+Attention itself is a function argument: serving reads a paged pool, training reads the
+training-time-test layout, and the weights do not know the difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import (
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from ..config import Eagle4Config
+
+# (query [..., Hq, D], key [..., Hkv, D], value [..., Hkv, D]) -> [..., Hq, D]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Rotary = tuple[torch.Tensor, torch.Tensor] | None
+
+
+class DraftRotaryEmbedding(LlamaRotaryEmbedding):
+    """Inverse frequencies that stay exact and float32 whatever the drafter is cast or moved to.
+
+    In bf16 a frequency is wrong by up to 1 part in 256, which at position 1,000 is a wrong angle.
+    They are computed on the CPU even under a meta-device context, because no file stores them.
+    Transformers recognises rotary modules, to fill them again after loading, by this class name.
+    """
+
+    def __init__(self, config: Eagle4Config):
+        with torch.device("cpu"):
+            super().__init__(config)  # pyright: ignore[reportArgumentType]
+        self._exact = self.original_inv_freq.clone()
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> DraftRotaryEmbedding:
+        super()._apply(fn, recurse)
+        device = self.original_inv_freq.device
+        self.inv_freq = self._exact.to(device)
+        self.original_inv_freq = self._exact.to(device)
+        return self
+
+
+class DraftAttention(nn.Module):
+    """Projections and rotary embedding around an injected attention function."""
+
+    def __init__(self, config: Eagle4Config):
+        super().__init__()
+        width_in = config.hidden_size if config.eh_proj else 2 * config.hidden_size
+        bias, head_dim = config.attention_bias, config.head_dim
+        self.head_dim = head_dim
+        self.q_proj = nn.Linear(width_in, config.num_attention_heads * head_dim, bias=bias)
+        self.k_proj = nn.Linear(width_in, config.num_key_value_heads * head_dim, bias=bias)
+        self.v_proj = nn.Linear(width_in, config.num_key_value_heads * head_dim, bias=bias)
+        self.o_proj = nn.Linear(
+            config.num_attention_heads * head_dim, config.hidden_size, bias=bias
+        )
+
+    def forward(self, hidden: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
+        query, key, value = self.project(hidden, rotary)
+        return self.o_proj(attend(query, key, value).flatten(-2))
+
+    def project(
+        self, hidden: torch.Tensor, rotary: Rotary
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rotated query and key, and value: ``[..., heads, D]``."""
+        query, key, value = (
+            proj(hidden).unflatten(-1, (-1, self.head_dim))
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if rotary is not None:
+            query, key = apply_rotary_pos_emb(query, key, *rotary, unsqueeze_dim=-2)
+        return query, key, value
+
+
+class DraftMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: Eagle4Config):
+        super().__init__()
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(hidden, inner, bias=bias)
+        self.up_proj = nn.Linear(hidden, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, hidden, bias=bias)
+        self.act = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+class DraftBlock(nn.Module):
+    """One decoder layer over (embedding, state) pairs."""
+
+    def __init__(self, config: Eagle4Config):
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = LlamaRMSNorm(hidden, eps)
+        self.hidden_norm = LlamaRMSNorm(hidden, eps)
+        self.eh_proj = nn.Linear(2 * hidden, hidden, bias=False) if config.eh_proj else None
+        self.attn_norm = LlamaRMSNorm(hidden, eps) if config.eh_proj and config.attn_norm else None
+        self.self_attn = DraftAttention(config)
+        self.post_attention_layernorm = LlamaRMSNorm(hidden, eps)
+        self.mlp = DraftMLP(config)
+
+    def attention_input(
+        self, state: torch.Tensor, embed: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(residual, input of q/k/v)."""
+        fused = torch.cat([self.input_layernorm(embed), self.hidden_norm(state)], dim=-1)
+        if self.eh_proj is None:
+            return state, fused
+        residual = self.eh_proj(fused)
+        return residual, residual if self.attn_norm is None else self.attn_norm(residual)
+
+    def forward(
+        self, state: torch.Tensor, embed: torch.Tensor, rotary: Rotary, attend: Attend
+    ) -> torch.Tensor:
+        residual, attention_input = self.attention_input(state, embed)
+        hidden = residual + self.self_attn(attention_input, rotary, attend)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))

@@ -1,0 +1,223 @@
+"""Draft one tree per sequence: depth 0 on verified rows, then level by level.
+
+Depth 0 runs on the tokens that the target has just verified, with their true features, so committed
+draft KV never comes from guesses. Drafted nodes write behind the committed entries and are simply
+overwritten by the next round.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from .. import tree as trees
+from ..cache import AttentionStep, Window, attend, build_step
+from ..drafter import DraftOutput, Eagle4Drafter
+from ..harness import Policy
+from ..types import Candidates, Plan, Tree
+from .state import Sequence, State
+from .stats import SpeculationStats
+
+CHUNK = 512  # rows of one depth-0 forward
+
+
+class DraftError(RuntimeError):
+    """The drafter produced something unusable; decoding goes on without it."""
+
+
+class _Level(NamedTuple):
+    """What the last drafter forward left for the frontier, per sequence."""
+
+    state_BKH: torch.Tensor
+    visible_BKW: torch.Tensor  # scratch entries that each expanded node sees, itself included
+
+
+class Draft(Protocol):
+    """Anything that drafts: the engine's own `EagleDraft`, or a script in a test."""
+
+    def __call__(
+        self,
+        state: State,
+        sequences: list[Sequence],
+        plan: Plan,
+        depth_limit: list[int],
+        stats: SpeculationStats,
+    ) -> Tree:
+        """A pruned tree of every sequence, none deeper than its ``depth_limit`` (at least 0)."""
+        ...
+
+
+class EagleDraft:
+    """Drafts with an `Eagle4Drafter`, level by level as the policy wants."""
+
+    def __init__(self, drafter: Eagle4Drafter, policy: Policy):
+        self.drafter = drafter
+        self.policy = policy
+
+    def __call__(
+        self,
+        state: State,
+        sequences: list[Sequence],
+        plan: Plan,
+        depth_limit: list[int],
+        stats: SpeculationStats,
+    ) -> Tree:
+        """Raises `DraftError` on non-finite probabilities."""
+        plan = plan._replace(top_k=min(plan.top_k, self.drafter.num_proposable))
+        return _draft(state, sequences, self.drafter, self.policy, plan, depth_limit, stats)
+
+
+def _draft(
+    state: State,
+    sequences: list[Sequence],
+    drafter: Eagle4Drafter,
+    policy: Policy,
+    plan: Plan,
+    depth_limit: list[int],
+    stats: SpeculationStats,
+) -> Tree:
+    for sequence in sequences:
+        pending = sequence.draft_length + sequence.num_pending
+        state.reserve(sequence, pending + plan.top_k * plan.max_depth)
+    root = _catch_up(state, sequences, drafter, stats)
+    candidates = _propose(drafter, root.head_RH, plan.top_k)
+    growth = trees.start(candidates, plan.max_depth, plan.top_k)
+    level = _Level(
+        root.state_RH.unsqueeze(1).expand(-1, plan.top_k, -1),
+        torch.zeros(len(sequences), plan.top_k, 0, dtype=torch.bool, device=state.device),
+    )
+    while _wants_level(policy, plan, growth, depth_limit):
+        level, candidates = _expand(state, sequences, drafter, growth, level, plan.top_k)
+        stats.draft_calls += 1
+        growth = trees.extend(growth, candidates, plan.top_k)
+    stats.nodes_drafted += int(growth.pool.count_B.sum())
+    limit_B = torch.tensor(depth_limit, device=state.device)
+    return trees.prune(growth.pool, plan.max_nodes, limit_B)
+
+
+def _wants_level(
+    policy: Policy, plan: Plan, growth: trees.Growth, depth_limit: list[int]
+) -> bool:
+    if growth.depth >= max(depth_limit):
+        return False
+    saturated = bool(trees.is_saturated(growth, plan.max_nodes).all())
+    return policy.go_deeper(plan, growth.depth, saturated)
+
+
+def _catch_up(
+    state: State, sequences: list[Sequence], drafter: Eagle4Drafter, stats: SpeculationStats
+) -> DraftOutput:
+    """Depth 0 on all pending features; returns the last row of every sequence."""
+    last: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    while any(sequence.pending for sequence in sequences):
+        windows, tokens, features, owners = [], [], [], []
+        budget = CHUNK
+        for sequence in sequences:
+            if not sequence.pending or budget <= 0:
+                continue
+            taken = _take_pending(sequence, budget)
+            first, count = sequence.draft_length, len(taken)
+            budget -= count
+            ids = state.tokens(sequence)
+            tokens.append(ids[first + 1 : first + 1 + count])
+            features.append(taken)
+            position = torch.arange(first, first + count, device=state.device)
+            visible = torch.ones(count, count, dtype=torch.bool, device=state.device).tril()
+            windows.append(Window(sequence.index, first, 0, position, visible))
+            owners.append((sequence, count))
+        step = build_step(state.table, windows, state.device)
+        fused = drafter.fuse(torch.cat(features))
+        out = _forward(state, drafter, fused, torch.cat(tokens), step)
+        stats.draft_calls += 1
+        row = -1
+        for sequence, count in owners:
+            row += count
+            sequence.draft_length += count
+            last[sequence.index] = (out.head_RH[row], out.state_RH[row])
+    rows = [last[sequence.index] for sequence in sequences]
+    return DraftOutput(torch.stack([r[0] for r in rows]), torch.stack([r[1] for r in rows]))
+
+
+def _take_pending(sequence: Sequence, budget: int) -> torch.Tensor:
+    features = torch.cat(sequence.pending)
+    rest = features[budget:]
+    sequence.pending = [rest] if len(rest) else []
+    return features[:budget]
+
+
+def _expand(
+    state: State,
+    sequences: list[Sequence],
+    drafter: Eagle4Drafter,
+    growth: trees.Growth,
+    level: _Level,
+    top_k: int,
+) -> tuple[_Level, Candidates]:
+    """Run the drafter on the frontier and propose its children."""
+    pool, frontier_BK, depth = growth
+    batch, width = frontier_BK.shape
+    parent_BK = _frontier_parents(growth, top_k)
+    parent_state = level.state_BKH.gather(
+        1, parent_BK.unsqueeze(-1).expand(-1, -1, level.state_BKH.shape[-1])
+    )
+    seen = level.visible_BKW.gather(
+        1, parent_BK.unsqueeze(-1).expand(-1, -1, level.visible_BKW.shape[-1])
+    )
+    itself = torch.eye(width, dtype=torch.bool, device=state.device).expand(batch, -1, -1)
+    visible_BKW = torch.cat([seen, itself], dim=-1)
+    step = _scratch_step(state, sequences, visible_BKW, depth, width)
+    token_R = pool.token_BN.gather(1, frontier_BK).flatten()
+    out = _forward(state, drafter, parent_state.flatten(0, 1), token_R, step)
+    state_BKH = out.state_RH.unflatten(0, (batch, width))
+    return _Level(state_BKH, visible_BKW), _propose(drafter, out.head_RH, top_k)
+
+
+def _frontier_parents(growth: trees.Growth, top_k: int) -> torch.Tensor:
+    """Which expanded node of the previous level each frontier node hangs from, ``[B, K]``.
+
+    Children are stored in the order of the nodes that were expanded, ``top_k`` each; level 1 hangs
+    from the root, whose state is repeated for every column.
+    """
+    if growth.depth == 1:
+        return growth.frontier_BK
+    first_child = top_k + (growth.depth - 2) * top_k * top_k
+    return (growth.frontier_BK - first_child) // top_k
+
+
+def _scratch_step(
+    state: State, sequences: list[Sequence], visible_BKW: torch.Tensor, depth: int, width: int
+) -> AttentionStep:
+    scratch_depth = torch.arange(depth, device=state.device).repeat_interleave(width)
+    windows = [
+        Window(
+            sequence.index,
+            sequence.draft_length,
+            (depth - 1) * width,
+            sequence.draft_length + scratch_depth,
+            visible_BKW[b],
+        )
+        for b, sequence in enumerate(sequences)
+    ]
+    return build_step(state.table, windows, state.device)
+
+
+def _forward(
+    state: State,
+    drafter: Eagle4Drafter,
+    hidden_RH: torch.Tensor,
+    token_R: torch.Tensor,
+    step: AttentionStep,
+) -> DraftOutput:
+    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        window = drafter.config.sliding_window
+        return attend(state.draft_pool, 0, step, query, key, value, sliding_window=window)
+
+    return drafter(hidden_RH, token_R, step.position_R, attention)
+
+
+def _propose(drafter: Eagle4Drafter, head_RH: torch.Tensor, top_k: int) -> Candidates:
+    candidates = drafter.propose(head_RH, top_k)
+    if not torch.isfinite(candidates.logp_RK[:, 0]).all():
+        raise DraftError("the drafter's probabilities are not finite")
+    return candidates

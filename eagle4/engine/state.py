@@ -1,0 +1,77 @@
+"""What a generation knows between rounds: tokens, cache lengths and pending features."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from ..cache import KVPool, PageTable
+
+
+@dataclass
+class Sequence:
+    """One row of the call. Lengths do not count left padding."""
+
+    index: int  # row of the ids buffer and of the page table
+    pad: int  # left padding in the ids buffer
+    length: int  # committed tokens; the last one is the root and has no KV yet
+    kv_length: int = 0  # committed entries of the target cache
+    draft_length: int = 0  # committed entries of the draft cache
+    pending: list[torch.Tensor] = field(default_factory=list)  # taps [k, T, H] not yet drafted on
+    new_tokens: int = 0
+    done: bool = False  # a stopping criterion fired
+
+    @property
+    def num_pending(self) -> int:
+        return sum(len(features) for features in self.pending)
+
+
+class State:
+    """Token buffer, page table and pools of all sequences of one call.
+
+    ``ids_BT`` holds every row as Transformers would: left padding, prompt, generated tokens.
+    """
+
+    def __init__(self, ids_BP: torch.Tensor, pads: list[int], pad_token: int):
+        self.prompt_length = ids_BP.shape[1]
+        self.pad_token = pad_token
+        self.ids_BT = ids_BP.clone()
+        self.table = PageTable(len(ids_BP))
+        self.target_pool = KVPool()
+        self.draft_pool = KVPool()
+        self.sequences = [
+            Sequence(index, pad, self.prompt_length - pad) for index, pad in enumerate(pads)
+        ]
+
+    @property
+    def device(self) -> torch.device:
+        return self.ids_BT.device
+
+    def tokens(self, sequence: Sequence) -> torch.Tensor:
+        """Committed ids without padding, ``[length]``."""
+        return self.ids_BT[sequence.index, sequence.pad : sequence.pad + sequence.length]
+
+    def history(self, sequence: Sequence) -> torch.Tensor:
+        """Committed ids with padding, as processors and criteria see them."""
+        return self.ids_BT[sequence.index, : sequence.pad + sequence.length]
+
+    def append(self, sequence: Sequence, token: int) -> None:
+        """Commit one token."""
+        column = sequence.pad + sequence.length
+        if column == self.ids_BT.shape[1]:
+            more = self.ids_BT.new_full((len(self.ids_BT), max(64, column)), self.pad_token)
+            self.ids_BT = torch.cat([self.ids_BT, more], dim=1)
+        self.ids_BT[sequence.index, column] = token
+        sequence.length += 1
+        sequence.new_tokens += 1
+
+    def reserve(self, sequence: Sequence, num_tokens: int) -> None:
+        """Make room for ``num_tokens`` cache entries of the sequence in both pools."""
+        if self.table.ensure(sequence.index, num_tokens):
+            self.target_pool.resize(self.table.num_slots)
+            self.draft_pool.resize(self.table.num_slots)
+
+    def release(self, sequence: Sequence) -> None:
+        """Give the sequence's pages back."""
+        self.table.release(sequence.index)

@@ -1,0 +1,271 @@
+"""`Eagle4ForCausalLM`: a target and its drafter behind Transformers' own `generate`.
+
+`GenerationMixin.generate` prepares everything (config, processors, criteria, expansion, streaming of
+the prompt) and calls `_sample`; that is where the engine takes over. What the engine cannot honour is
+refused before the first forward when speculation was asked for, and served by Transformers otherwise.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers.generation import GenerationConfig
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+
+from .config import Eagle4Config, SpeculativeConfig
+from .drafter import Eagle4Drafter
+from .drafter.pairing import check_pair
+from .engine import Eagle4Cache, Result, SpeculationStats, requests, run
+from .engine.drafting import EagleDraft
+from .harness import FixedPolicy
+from .ops import PackedLinears
+from .pair import Eagle4PairConfig
+from .target import TargetAdapter
+
+
+class Eagle4Output(GenerateDecoderOnlyOutput):
+    """Transformers' decoder-only output plus ``speculation`` (`SpeculationStats`)."""
+
+    speculation: SpeculationStats | None = None
+
+
+class Eagle4ForCausalLM(PreTrainedModel, GenerationMixin):
+    """A causal LM with an attached EAGLE-4 drafter.
+
+    ``Eagle4ForCausalLM(target, drafter, tokenizer=None)`` takes loaded parts; `from_pretrained`
+    takes parts, ids or folders. The drafter moves to the target's device and dtype. ``drafter``
+    may be None: every call then decodes plainly. Raises `ValueError` when the target cannot verify
+    packed rows or the pair does not fit together.
+    """
+
+    config_class = Eagle4PairConfig
+    base_model_prefix = "target"
+    main_input_name = "input_ids"
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+    def __init__(
+        self,
+        target: PreTrainedModel | Eagle4PairConfig,
+        drafter: Eagle4Drafter | None = None,
+        tokenizer: Any = None,
+    ):
+        if isinstance(target, Eagle4PairConfig):  # Transformers builds from a config
+            config = target
+            target = AutoModelForCausalLM.from_config(config.text_config)
+            if config.drafter_config is not None:
+                drafter = Eagle4Drafter(config.drafter_config)
+        else:
+            drafter_config = None if drafter is None else drafter.config
+            # A copy: Transformers writes the attention choice of the whole into its sub-configs.
+            text_config = copy.deepcopy(target.config)
+            config = Eagle4PairConfig(text_config=text_config, drafter_config=drafter_config)
+        super().__init__(config)
+        self.target = target
+        self.drafter = drafter
+        self.last_speculation: SpeculationStats | None = None
+        self.post_init()
+        self._attach(tokenizer)
+
+    def _attach(self, tokenizer: Any) -> None:
+        target, drafter = self.target, self.drafter
+        if drafter is not None:
+            check_pair(drafter.config, target.config, tokenizer)
+            embed = target.get_input_embeddings()
+            drafter.to(device=embed.weight.device, dtype=embed.weight.dtype)
+            drafter.bind(embed, target.get_output_embeddings()).eval()
+        taps = drafter.config.tap_layers if drafter is not None else []
+        self._packed = PackedLinears(drafter) if drafter is not None else None
+        self._adapter: TargetAdapter | None = None
+        self._tap_layers = taps
+        generation_config = copy.deepcopy(target.generation_config) or GenerationConfig()
+        generation_config._from_model_config = False
+        if not hasattr(generation_config, "speculative"):
+            generation_config.speculative = None
+        self.generation_config = generation_config
+
+    @property
+    def adapter(self) -> TargetAdapter:
+        """The packed view of the target; built at first use, once the weights are in place."""
+        if self._adapter is None:
+            self._adapter = TargetAdapter(self.target, self._tap_layers)
+        return self._adapter
+
+    # -- loading and saving ----------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls,
+        target: str | os.PathLike | PreTrainedModel,
+        drafter: str | os.PathLike | Eagle4Drafter | None = None,
+        *args,
+        tokenizer: Any = None,
+        dtype: Any = None,
+        device: Any = None,
+        **kwargs,
+    ) -> Eagle4ForCausalLM:
+        """Target and drafter from loaded parts, hub ids or folders.
+
+        A single folder written by `save_pretrained` holds both. ``dtype`` and ``device`` apply to
+        both parts; other keyword arguments go to the target's own `from_pretrained`.
+        """
+        if drafter is None and not isinstance(target, PreTrainedModel) and _is_pair(target):
+            model = super().from_pretrained(target, *args, dtype=dtype, **kwargs)
+            model._attach(tokenizer)
+            return model if device is None else model.to(device)
+        if not isinstance(target, PreTrainedModel):
+            target = AutoModelForCausalLM.from_pretrained(
+                target, *args, dtype="auto" if dtype is None else dtype, **kwargs
+            )
+        if device is not None:
+            target = target.to(device)
+        if drafter is not None and not isinstance(drafter, Eagle4Drafter):
+            drafter = Eagle4Drafter.from_pretrained(drafter)
+        return cls(target, drafter, tokenizer)
+
+    # -- what Transformers expects of a causal LM --------------------------------------------------
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs,
+    ):
+        """The target's own forward. The named arguments are those that `generate` looks for."""
+        return self.target(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+
+    def _validate_model_kwargs(self, model_kwargs: dict) -> None:
+        self.target._validate_model_kwargs(model_kwargs)
+
+    def _supports_logits_to_keep(self) -> bool:
+        return self.target._supports_logits_to_keep()
+
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        return self.target.prepare_inputs_for_generation(*args, **kwargs)
+
+    def get_input_embeddings(self):
+        return self.target.get_input_embeddings()
+
+    def set_input_embeddings(self, value):
+        self.target.set_input_embeddings(value)
+
+    def get_output_embeddings(self):
+        return self.target.get_output_embeddings()
+
+    def set_output_embeddings(self, value):
+        self.target.set_output_embeddings(value)
+
+    def get_decoder(self):
+        return self.target.get_decoder()
+
+    def _init_weights(self, module):
+        """Parts initialise themselves."""
+
+    # -- generation ------------------------------------------------------------------------------
+
+    def generate(self, inputs=None, generation_config=None, **kwargs):  # type: ignore[override]
+        """Transformers' `generate` with one more argument, ``speculative``.
+
+        ``speculative``: ``"eagle4"``, None (plain decoding in the same engine), a
+        `SpeculativeConfig` or a dict of its fields; without the argument,
+        ``generation_config.speculative`` decides. Raises `ValueError`, naming the argument, for
+        what speculation cannot honour. Statistics are in ``out.speculation`` (with
+        ``return_dict_in_generate=True``) and in ``model.last_speculation``.
+        """
+        speculative = requests.resolve(self, generation_config, kwargs)
+        requests.check_arguments(self, speculative, inputs, generation_config, kwargs)
+        kwargs["speculative"] = requests.serialise(speculative)
+        self.last_speculation = None
+        return super().generate(inputs, generation_config, **kwargs)
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, mode, *args):
+        """The engine owns its cache; Transformers makes one only for its own decoding."""
+        if not requests.uses_engine(generation_config, model_kwargs):
+            super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, *args)
+
+    def _sample(
+        self,
+        input_ids: torch.Tensor,
+        logits_processor,
+        stopping_criteria,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer=None,
+        tokenizer=None,
+        **model_kwargs,
+    ):
+        if synced_gpus or not requests.uses_engine(generation_config, model_kwargs):
+            return super()._sample(
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                synced_gpus=synced_gpus,
+                streamer=streamer,
+                **model_kwargs,
+            )
+        config = SpeculativeConfig.parse(generation_config.speculative)
+        request = requests.build(
+            self.target,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            streamer,
+            model_kwargs,
+        )
+        policy, draft = self._speculation(config)
+        with self._packed.active() if self._packed is not None else nullcontext():
+            result = run(request, self.adapter, policy, draft)
+        self.last_speculation = result.stats
+        return self._output(result, generation_config)
+
+    def _speculation(self, config: SpeculativeConfig | None):
+        """Policy and draft of one call; (None, None) decodes plainly."""
+        if config is None or self.drafter is None:
+            return None, None
+        policy = FixedPolicy(config)
+        return policy, EagleDraft(self.drafter, policy)
+
+    def _output(self, result: Result, generation_config: GenerationConfig):
+        if not generation_config.return_dict_in_generate:
+            return result.sequences
+        out = Eagle4Output(
+            sequences=result.sequences,
+            scores=result.scores,
+            logits=result.logits,
+            hidden_states=result.hidden_states,
+            **{requests.CACHE_KEYWORD: result.cache if generation_config.use_cache else None},
+        )
+        out.speculation = result.stats
+        return out
+
+
+def _is_pair(path: str | os.PathLike) -> bool:
+    """Whether a folder or id holds a target and a drafter together."""
+    return AutoConfig.from_pretrained(path).model_type == Eagle4PairConfig.model_type
+
+
+AutoConfig.register(Eagle4Config.model_type, Eagle4Config, exist_ok=True)
+AutoConfig.register(Eagle4PairConfig.model_type, Eagle4PairConfig, exist_ok=True)
+AutoModelForCausalLM.register(Eagle4PairConfig, Eagle4ForCausalLM, exist_ok=True)
+
+__all__ = ["Eagle4Cache", "Eagle4ForCausalLM", "Eagle4Output"]

@@ -1,0 +1,36 @@
+"""`Eagle4PairConfig`: the configuration of a saved target/drafter pair.
+
+The inner target configuration is called ``text_config``, the name through which Transformers'
+generation, cache and pipeline code finds vocabulary size and layer types of a composite model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from .config import Eagle4Config
+
+
+class Eagle4PairConfig(PreTrainedConfig):
+    """Target configuration and, if there is one, drafter configuration."""
+
+    model_type = "eagle4_pair"
+    sub_configs = {"text_config": AutoConfig, "drafter_config": Eagle4Config}
+
+    def __init__(
+        self,
+        text_config: PreTrainedConfig | dict[str, Any] | None = None,
+        drafter_config: Eagle4Config | dict[str, Any] | None = None,
+        **kwargs,
+    ):
+        if isinstance(text_config, dict):
+            values = dict(text_config)
+            text_config = AutoConfig.for_model(values.pop("model_type"), **values)
+        if isinstance(drafter_config, dict):
+            values = {k: v for k, v in drafter_config.items() if k != "model_type"}
+            drafter_config = Eagle4Config(**values)
+        self.text_config = text_config
+        self.drafter_config = drafter_config
+        super().__init__(**kwargs)

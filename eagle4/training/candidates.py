@@ -1,0 +1,148 @@
+"""The candidate head: a low-rank copy of the LM head that only has to find the likely tokens.
+
+``W ~ E D`` with D ``[r, H]`` and E ``[V, r]``. Start: the best rank-r factors for the draft states
+that the head will meet, ``min ||(W - E D) C^{1/2}||_F`` with ``C = E[h h^T]``, from the H x H matrix
+``C^{1/2} W^T W C^{1/2}`` instead of a tall SVD (C = I is the plain truncated SVD). Then a short
+stage with everything else frozen minimises the forward KL from the full head's softmax to the
+low-rank one's: the factors only retrieve, so rank is spent on likely tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.nn import functional as F
+from tqdm.auto import tqdm
+
+from ..drafter.model import Eagle4Drafter
+from .losses import sample_columns
+from .ttt import Runs, unroll
+
+
+@torch.no_grad()
+def draft_states(drafter: Eagle4Drafter, batches: Iterable[Runs]) -> list[torch.Tensor]:
+    """Head inputs ``[R, H]`` of all valid slots, one tensor per depth."""
+    parts = [[head[valid] for head, valid in _by_depth(drafter, runs)] for runs in batches]
+    return [torch.cat(depth) for depth in zip(*parts, strict=True)]
+
+
+def _by_depth(drafter: Eagle4Drafter, runs: Runs):
+    head_BKMH = unroll(drafter, runs)
+    for k in range(head_BKMH.shape[1]):
+        yield head_BKMH[:, k], runs.valid_BKM[:, k]
+
+
+@torch.no_grad()
+def low_rank_factors(
+    weight_VH: torch.Tensor, rank: int, moment_HH: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(D [rank, H], E [V, rank])``, balanced, for the second moment of the states (None: I)."""
+    hidden = weight_VH.shape[1]
+    if not 1 <= rank <= hidden:
+        raise ValueError(f"candidate_rank must be from 1 to the hidden size {hidden}, got {rank}")
+    weight = weight_VH.double()
+    gram_HH = weight.T @ weight
+    root_HH = inverse_HH = torch.eye(hidden, dtype=torch.float64, device=weight.device)
+    if moment_HH is not None:
+        value_H, basis_HH = torch.linalg.eigh(moment_HH.double())
+        # directions that no state has must stay invertible
+        value_H = value_H.clamp_min(1e-6 * float(value_H.max())).sqrt()
+        root_HH = (basis_HH * value_H) @ basis_HH.T
+        inverse_HH = (basis_HH / value_H) @ basis_HH.T
+    value_H, basis_HH = torch.linalg.eigh(root_HH @ gram_HH @ root_HH)
+    basis_HR = basis_HH[:, -rank:].flip(1)
+    scale_R = value_H[-rank:].flip(0).clamp_min(1e-30) ** 0.25
+    down_RH = (basis_HR * scale_R).T @ inverse_HH
+    up_VR = weight @ (root_HH @ (basis_HR / scale_R))
+    return down_RH.to(weight_VH.dtype), up_VR.to(weight_VH.dtype)
+
+
+@torch.no_grad()
+def init_candidate_head(
+    drafter: Eagle4Drafter, states_RH: torch.Tensor | None = None
+) -> Eagle4Drafter:
+    """Set both factors; weighted by the draft states when they are given."""
+    moment_HH = None
+    if states_RH is not None:
+        states = states_RH.double()
+        moment_HH = states.T @ states / len(states)
+    down_RH, up_VR = low_rank_factors(
+        drafter.head.weight, drafter.config.candidate_rank, moment_HH
+    )
+    drafter.efficient_lm_head_down_proj.weight.copy_(down_RH)
+    drafter.efficient_lm_head.weight.copy_(up_VR)
+    return drafter
+
+
+@torch.no_grad()
+def candidate_recall(
+    drafter: Eagle4Drafter, states: list[torch.Tensor], width: int = 1, chunk: int = 256
+) -> list[float]:
+    """By depth: share of the full head's best ``width`` tokens that are among the candidates."""
+    found = []
+    for states_RH in states:
+        hits = 0
+        for rows in states_RH.split(chunk):
+            best_RW = drafter.head(rows).topk(width, dim=-1).indices
+            score_RV = drafter.efficient_lm_head(drafter.efficient_lm_head_down_proj(rows))
+            threshold_R = score_RV.topk(drafter.config.num_candidates, dim=-1).values[:, -1:]
+            hits += int((score_RV.gather(1, best_RW) >= threshold_R).sum())
+        recall = hits / max(1, width * len(states_RH))
+        assert 0.0 <= recall <= 1.0, recall
+        found.append(recall)
+    return found
+
+
+def train_candidate_head(
+    drafter: Eagle4Drafter,
+    states_RH: torch.Tensor,
+    *,
+    steps: int = 300,
+    rows: int = 512,
+    lr: float = 1e-3,
+    fixed: torch.Tensor | None = None,
+    num_sampled: int = 4096,
+    seed: int = 0,
+) -> float:
+    """Minimise KL(full head || low-rank head) over the two factors; returns the last loss.
+
+    ``fixed``: frequent tokens for the sampled vocabulary (None: the full vocabulary).
+    """
+    factors = [drafter.efficient_lm_head_down_proj.weight, drafter.efficient_lm_head.weight]
+    for factor in factors:
+        factor.requires_grad_(True)
+    optimizer = torch.optim.Adam(factors, lr=lr, betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    generator = torch.Generator().manual_seed(seed)
+    loss = torch.zeros(())
+    bar = tqdm(range(steps), mininterval=10, desc="candidate head")
+    for _ in bar:
+        picked = torch.randint(len(states_RH), (rows,), generator=generator)
+        loss = _candidate_loss(drafter, states_RH[picked], fixed, num_sampled, generator)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        bar.set_postfix(kl=f"{float(loss.detach()):.4f}")
+    for factor in factors:
+        factor.requires_grad_(False)
+    return float(loss.detach())
+
+
+def _candidate_loss(drafter, states_RH, fixed, num_sampled, generator) -> torch.Tensor:
+    head, bias = drafter.head.weight.detach(), getattr(drafter.head, "bias", None)
+    down, up = drafter.efficient_lm_head_down_proj.weight, drafter.efficient_lm_head.weight
+    correction = 0.0
+    if fixed is not None:
+        columns = sample_columns(fixed, num_sampled, head.shape[0], generator)
+        head, up, correction = head[columns.index_C], up[columns.index_C], columns.correction_C
+        bias = bias if bias is None else bias[columns.index_C]
+    teacher_RC = (states_RH @ head.T + correction).float()
+    if bias is not None:
+        teacher_RC = teacher_RC + bias.detach()
+    student_RC = (states_RH @ down.T @ up.T + correction).float()
+    return F.kl_div(
+        student_RC.log_softmax(-1), teacher_RC.log_softmax(-1), log_target=True,
+        reduction="batchmean",
+    )

@@ -1,0 +1,89 @@
+"""Held-out metrics: what a drafter would be worth, from teacher-forced unrolling.
+
+Per depth k, over slots supervised at every depth <= k (``valid_k``):
+  ``top1``  the student's best token is the target's best;
+  ``top4``  the target's best token is among the student's best four.
+``tau_chain = 1 + sum_k hits_k / valid_k`` where hits_k counts slots right at every depth <= k: the
+accept length of a chain, bonus included (NeMo's ``tau_sim``). ``tau_top4`` is the same with top4:
+an upper bound for a tree of width 4. Tokens are the text's own; for sampled text a later depth
+follows the text, not the target's best token.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..drafter.model import Eagle4Drafter
+from .ttt import Runs, unroll
+
+
+class Tally:
+    """Counts over batches; `result` turns them into rates."""
+
+    def __init__(self, num_depths: int, width: int = 4):
+        self.width = width
+        zeros = torch.zeros(num_depths, dtype=torch.float64)
+        self.valid_K, self.loss_K, self.top1_K, self.chain_K, self.wide_K, self.path_K = (
+            zeros.clone() for _ in range(6)
+        )
+
+    def add(
+        self,
+        head_KMH: torch.Tensor,
+        teacher_JH: torch.Tensor,
+        valid_KM: torch.Tensor,
+        lm_head: torch.nn.Module,
+    ) -> None:
+        """Score one run with the full head."""
+        logp_JV = lm_head(teacher_JH).float().log_softmax(-1)
+        best_J, p_JV = logp_JV.argmax(-1), logp_JV.exp()
+        num_anchors = valid_KM.shape[1]
+        chain = path = torch.ones(num_anchors, dtype=torch.bool, device=valid_KM.device)
+        for k, valid in enumerate(valid_KM):
+            rows = slice(k, k + num_anchors)
+            logits_MV = lm_head(head_KMH[k]).float()
+            loss = torch.logsumexp(logits_MV, -1) - (p_JV[rows] * logits_MV).sum(-1)
+            entropy = -(p_JV[rows] * logp_JV[rows]).sum(-1)
+            right = logits_MV.topk(self.width, dim=-1).indices == best_J[rows, None]
+            chain, path = chain & right[:, 0], path & right.any(-1)
+            for total, value in (
+                (self.valid_K, valid),
+                (self.loss_K, (loss - entropy) * valid),
+                (self.top1_K, right[:, 0] & valid),
+                (self.wide_K, right.any(-1) & valid),
+                (self.chain_K, chain & valid),
+                (self.path_K, path & valid),
+            ):
+                total[k] += float(value.sum())
+
+    def result(self) -> dict[str, float | list[float]]:
+        """Rates in [0, 1] by depth, KL in nats, and the two accept lengths."""
+        count_K = self.valid_K.clamp_min(1)
+        rates = {
+            name: (total / count_K).tolist()
+            for name, total in (
+                ("top1", self.top1_K),
+                ("chain", self.chain_K),
+                (f"top{self.width}", self.wide_K),
+                (f"path{self.width}", self.path_K),
+            )
+        }
+        for name, values in rates.items():
+            assert all(0.0 <= value <= 1.0 for value in values), (name, values)
+        return {
+            "kl": (self.loss_K / count_K).tolist(),
+            **rates,
+            "tau_chain": 1 + sum(rates["chain"]),
+            f"tau_top{self.width}": 1 + sum(rates[f"path{self.width}"]),
+        }
+
+
+@torch.no_grad()
+def evaluate(drafter: Eagle4Drafter, batches: list[Runs]) -> dict[str, float | list[float]]:
+    """Metrics over batches of runs; depths are those of the batches."""
+    tally = Tally(batches[0].token_BKM.shape[1])
+    for runs in batches:
+        head_BKMH = unroll(drafter, runs)
+        for b in range(len(head_BKMH)):
+            tally.add(head_BKMH[b], runs.teacher_BJH[b], runs.valid_BKM[b], drafter.head)
+    return tally.result()

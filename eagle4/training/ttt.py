@@ -1,0 +1,132 @@
+"""Training-time test: the drafter unrolled over its own states, as serving will run it.
+
+Slot t of a sequence is the row whose input token is x_{t+1} and whose state comes from the target's
+features of position t. At depth k the slot reads x_{t+1+k} (teacher forced) and its own state of
+depth k-1, sits at position t+1+k, and predicts x_{t+2+k}; its teacher is the target's last state at
+t+1+k.
+
+Only depth-0 keys are shared between slots, and they are pointwise in (features, token). So they are
+computed for the whole context, while queries, MLP, head and loss run for anchors alone: a run of M
+consecutive slots per sequence. Neighbouring anchors share teachers, so a run at K depths needs
+M + K - 1 teacher rows.
+
+Depth k, window W: slot t sees base keys s with t+k-W < s <= t and its own keys of depths i with
+k-W < i <= k. This is what serving sees: absolute positions, the row itself included. EAGLE-3
+section 3.2; the anchored form is TorchSpec's.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from ..drafter.model import Eagle4Drafter
+
+
+class Runs(NamedTuple):
+    """A batch of runs: B sequences, M anchors each, K depths, J = M + K - 1 teachers.
+
+    Contexts are concatenated to N rows without padding.
+    """
+
+    feature_NTH: torch.Tensor  # taps of the context slots
+    token_N: torch.Tensor  # int64, x_{t+1} of context slot t
+    length_B: torch.Tensor  # int64, context slots of every sequence
+    slot_BM: torch.Tensor  # int64, anchors, all below length_B
+    token_BKM: torch.Tensor  # int64, x_{t+1+k}
+    teacher_BJH: torch.Tensor  # last states y_{a+1+j} for the run's first anchor a
+    valid_BKM: torch.Tensor  # bool, x_{t+2+k} and every prediction before it is supervised
+
+
+def unroll(drafter: Eagle4Drafter, runs: Runs) -> torch.Tensor:
+    """Head inputs ``[B, K, M, H]`` of every anchor at every depth."""
+    keep_BP = context_mask(runs.length_B)
+    fused_NH = drafter.fuse(runs.feature_NTH)
+    key_BPGD, value_BPGD = _context_keys(drafter, runs.token_N, fused_NH, keep_BP)
+    state_BMH = _padded(fused_NH, keep_BP).gather(
+        1, runs.slot_BM[..., None].expand(-1, -1, fused_NH.shape[-1])
+    )
+    window = drafter.config.sliding_window
+    heads, keys, values = [], [], []
+    for k in range(runs.token_BKM.shape[1]):
+        mask_BMP = base_mask(runs.slot_BM, keep_BP, k, window)
+
+        def attend(query, key, value, k=k, mask_BMP=mask_BMP):
+            # depth 0 keys are already among the base keys
+            if k:
+                keys.append(key)
+                values.append(value)
+            first = 0 if window is None else max(0, k - window)
+            return attend_private(
+                query, key_BPGD, value_BPGD, mask_BMP, keys[first:], values[first:]
+            )
+
+        out = drafter(state_BMH, runs.token_BKM[:, k], runs.slot_BM + 1 + k, attend)
+        heads.append(out.head_RH)
+        state_BMH = out.state_RH
+    return torch.stack(heads, dim=1)
+
+
+def context_mask(length_B: torch.Tensor) -> torch.Tensor:
+    """``[B, P]``: which padded columns hold a context slot."""
+    return torch.arange(int(length_B.max()), device=length_B.device) < length_B[:, None]
+
+
+def base_mask(
+    slot_BM: torch.Tensor, keep_BP: torch.Tensor, k: int, window: int | None
+) -> torch.Tensor:
+    """``[B, M, P]``: base keys that every anchor sees at depth k."""
+    s_P = torch.arange(keep_BP.shape[1], device=slot_BM.device)
+    seen_BMP = (s_P <= slot_BM[..., None]) & keep_BP[:, None]
+    if window is not None:
+        seen_BMP &= s_P > slot_BM[..., None] + (k - window)
+    return seen_BMP
+
+
+def attend_private(
+    query_BMAD: torch.Tensor,
+    key_BPGD: torch.Tensor,
+    value_BPGD: torch.Tensor,
+    mask_BMP: torch.Tensor,
+    keys: list[torch.Tensor],
+    values: list[torch.Tensor],
+) -> torch.Tensor:
+    """Softmax over the shared base keys under a mask and each anchor's private keys.
+
+    ``keys``, ``values``: one ``[B, M, G, D]`` per earlier depth in the window, this depth included.
+    A heads are split into G groups (grouped-query attention).
+    """
+    groups, width = key_BPGD.shape[-2:]
+    query = query_BMAD.unflatten(-2, (groups, -1)) * width**-0.5
+    base = torch.einsum("bmgad,bpgd->bgamp", query, key_BPGD)
+    base = base.masked_fill(~mask_BMP[:, None, None], float("-inf"))
+    scores = [base]
+    if keys:
+        private_BIMGD = torch.stack(keys, dim=1)
+        scores.append(torch.einsum("bmgad,bimgd->bgami", query, private_BIMGD))
+    weight = F.softmax(torch.cat(scores, dim=-1), dim=-1, dtype=torch.float32).to(query.dtype)
+    num_base = key_BPGD.shape[1]
+    out = torch.einsum("bgamp,bpgd->bmgad", weight[..., :num_base], value_BPGD)
+    if keys:
+        value_BIMGD = torch.stack(values, dim=1)
+        out = out + torch.einsum("bgami,bimgd->bmgad", weight[..., num_base:], value_BIMGD)
+    return out.flatten(-3, -2)
+
+
+def _context_keys(
+    drafter: Eagle4Drafter, token_N: torch.Tensor, fused_NH: torch.Tensor, keep_BP: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    block = drafter.layers[0]
+    embed_NH = drafter.embedding(token_N).to(fused_NH.dtype)
+    _, hidden = block.attention_input(fused_NH, embed_NH)
+    position_N = torch.arange(keep_BP.shape[1], device=token_N.device).expand_as(keep_BP)[keep_BP]
+    _, key, value = block.self_attn.project(hidden, drafter.rotary(hidden, position_N + 1))
+    return _padded(key, keep_BP), _padded(value, keep_BP)
+
+
+def _padded(rows: torch.Tensor, keep_BP: torch.Tensor) -> torch.Tensor:
+    """Concatenated rows ``[N, ...]`` to ``[B, P, ...]``; padding repeats some row, masked later."""
+    index = (keep_BP.flatten().cumsum(0) - 1).clamp_min(0)
+    return rows.index_select(0, index).view(*keep_BP.shape, *rows.shape[1:])

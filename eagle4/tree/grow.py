@@ -1,0 +1,78 @@
+"""Growing a tree level by level (EAGLE-2 dynamic drafting).
+
+Every level expands the frontier by ``top_k`` children each; the best ``top_k`` of them by path score
+are the next frontier. All children stay in the pool, because a broad shallow node may beat a deep one
+when the tree is pruned.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..types import Candidates, Tree
+
+
+class Growth(NamedTuple):
+    """A tree under construction."""
+
+    pool: Tree  # every node drafted so far
+    frontier_BK: torch.Tensor  # pool indices that the next level expands, best first
+    depth: int  # levels drafted
+
+
+def pool_capacity(max_depth: int, top_k: int) -> int:
+    """Nodes that ``max_depth`` levels can produce."""
+    return top_k + (max_depth - 1) * top_k * top_k
+
+
+def start(candidates: Candidates, max_depth: int, top_k: int) -> Growth:
+    """Level 1 from one `Candidates` row per sequence; all of them form the frontier."""
+    token_BK, logp_BK = candidates
+    batch, width = token_BK.shape
+    capacity = pool_capacity(max_depth, top_k)
+    device = token_BK.device
+    pool = Tree(
+        torch.zeros(batch, capacity, dtype=torch.int64, device=device),
+        torch.full((batch, capacity), -1, dtype=torch.int64, device=device),
+        torch.zeros(batch, capacity, dtype=torch.int64, device=device),
+        torch.full((batch, capacity), float("-inf"), device=device),
+        torch.full((batch,), width, dtype=torch.int64, device=device),
+    )
+    pool.token_BN[:, :width] = token_BK
+    pool.depth_BN[:, :width] = 1
+    pool.score_BN[:, :width] = logp_BK
+    frontier_BK = torch.arange(width, device=device).repeat(batch, 1)
+    return Growth(pool, frontier_BK, 1)
+
+
+def extend(growth: Growth, candidates: Candidates, top_k: int) -> Growth:
+    """Add the children of the frontier; ``candidates`` rows are (sequence, frontier) pairs."""
+    pool, frontier_BK, depth = growth
+    batch, width = frontier_BK.shape
+    token_BC = candidates.token_RK.reshape(batch, -1)
+    children = token_BC.shape[1]
+    parent_BC = frontier_BK.repeat_interleave(children // width, dim=1)
+    parent_score_BC = pool.score_BN.gather(1, parent_BC)
+    # A rounded log-probability above zero must not lift a child over its parent.
+    score_BC = parent_score_BC + candidates.logp_RK.reshape(batch, -1).clamp_max(0.0)
+    first = int(pool.count_B[0])
+    columns = slice(first, first + children)
+    pool.token_BN[:, columns] = token_BC
+    pool.parent_BN[:, columns] = parent_BC
+    pool.depth_BN[:, columns] = depth + 1
+    pool.score_BN[:, columns] = score_BC
+    order = score_BC.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
+    grown = pool._replace(count_B=pool.count_B + children)
+    return Growth(grown, first + order, depth + 1)
+
+
+def is_saturated(growth: Growth, max_nodes: int) -> torch.Tensor:
+    """``[B]`` bool: no deeper node can enter the best ``max_nodes`` any more.
+
+    Children score at most what their parent scores, so once ``max_nodes`` nodes of the pool reach
+    the frontier's best score, another level changes nothing. Exact, not a heuristic.
+    """
+    best_B = growth.pool.score_BN.gather(1, growth.frontier_BK).amax(dim=1)
+    return (growth.pool.score_BN >= best_B.unsqueeze(1)).sum(dim=1) >= max_nodes

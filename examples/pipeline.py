@@ -1,0 +1,30 @@
+"""Speculative decoding inside `transformers.pipeline`: nothing else in the pipeline changes.
+
+python examples/pipeline.py
+"""
+
+from transformers import pipeline
+
+from eagle4 import Eagle4ForCausalLM, demo
+
+target, tokenizer = demo.smollm2(dtype="auto")
+model = Eagle4ForCausalLM.from_pretrained(target, demo.drafter_path(), tokenizer=tokenizer)
+
+# A pipeline samples unless it is told otherwise; `speculative` may also be given per call.
+generator = pipeline(
+    "text-generation",
+    model=model,
+    tokenizer=tokenizer,
+    do_sample=False,
+    speculative="eagle4",
+    max_new_tokens=64,
+)
+
+chat = [{"role": "user", "content": "Name three fruits and one thing that is special about each."}]
+print(generator(chat)[0]["generated_text"][-1]["content"])
+print(f"\naccept length {model.last_speculation.accept_length:.2f}")
+
+# Several prompts at once: each sequence accepts its own number of tokens per round.
+texts = ["The three primary colours are", "Once upon a time, in a small village,"]
+for answer in generator(texts, batch_size=2, max_new_tokens=24):
+    print("\n" + answer[0]["generated_text"])

@@ -1,0 +1,53 @@
+"""Fixtures that every test may use. Tests import the builders themselves from `tiny`."""
+
+from __future__ import annotations
+
+import os
+
+# The suite never needs a hub; without this a missing file becomes a slow network error.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import tiny
+import torch
+
+import eagle4.demo
+
+
+@pytest.fixture
+def target():
+    """A tiny random fp32 Llama, fresh for every test."""
+    return tiny.tiny_llama()
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """The word tokenizer that goes with `target`."""
+    return tiny.tiny_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def demo_target():
+    """``(target, tokenizer)``: the real small model in fp32, converted once per machine."""
+    if eagle4.demo.local_folder() is None:
+        pytest.skip(f"the demo model is not installed: {eagle4.demo.HOW_TO_GET}")
+    return eagle4.demo.smollm2(dtype=torch.float32)
+
+
+@pytest.fixture(scope="session")
+def demo_drafter_path():
+    """Folder of the shipped drafter."""
+    try:
+        return eagle4.demo.drafter_path()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
+def pytest_collection_modifyitems(items):
+    """Tests that need GPUs skip themselves where there are too few."""
+    count = torch.cuda.device_count()
+    for item in items:
+        if item.get_closest_marker("multi_gpu") and count < 2:
+            item.add_marker(pytest.mark.skip(reason=f"needs 2 GPUs, found {count}"))
+        elif item.get_closest_marker("cuda") and count < 1:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))

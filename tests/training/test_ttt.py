@@ -1,0 +1,122 @@
+"""Can catch: a query that sees another slot's drafted keys, a window that does not shrink with
+depth, positions off by one, teacher-forced tokens or states shifted the wrong way, supervision
+beyond the end, context padding that leaks."""
+
+import pytest
+import torch
+from tests.training.small import tiny_drafter, tiny_store, tiny_target
+
+from eagle4.training.runs import assemble
+from eagle4.training.ttt import unroll
+
+NUM_ANCHORS, NUM_DEPTHS = 7, 5
+
+
+def serve_one(drafter, sequence, slot: int, num_depths: int) -> torch.Tensor:
+    """Head inputs ``[K, H]`` of a chain drafted after position ``slot``, one row at a time."""
+    window = drafter.config.sliding_window
+    ids, taps = sequence.ids.long(), sequence.taps.float()
+    rows: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+
+    def attend_at(position):
+        def attend(query, key, value):
+            rows.append((position, key[0], value[0]))
+            seen = [r for r in rows if window is None or r[0] > position - window]
+            keys, values = (torch.stack([r[i] for r in seen]) for i in (1, 2))
+            group = query.shape[1] // key.shape[1]
+            keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+            score = torch.einsum("ad,lad->al", query[0], keys) * query.shape[-1] ** -0.5
+            return torch.einsum("al,lad->ad", score.softmax(-1), values)[None]
+
+        return attend
+
+    heads, state = [], None
+    for position in range(1, slot + 2 + num_depths - 1):
+        if position <= slot + 1:
+            state = drafter.fuse(taps[position - 1 : position])
+        out = drafter(
+            state, ids[position : position + 1], torch.tensor([position]), attend_at(position)
+        )
+        state = out.state_RH
+        if position > slot:
+            heads.append(out.head_RH[0])
+    return torch.stack(heads)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory, target):
+    return tiny_store(tmp_path_factory.mktemp("store"), target, num_sequences=4)
+
+
+FORMS = {
+    "eagle4": {},
+    "eagle4-nope": {"use_rope": False},
+    "eagle3": {"eh_proj": False, "norm_output": False, "fc_norm": False},
+    "eagle3-nope": {"eh_proj": False, "norm_output": False, "use_rope": False},
+}
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 4, 11])
+@pytest.mark.parametrize("form", FORMS)
+def test_unrolled_equals_served(target, store, form, window):
+    drafter = tiny_drafter(target, sliding_window=window, **FORMS[form])
+    batch = [(0, 8), (1, 20), (2, 33)]
+    runs = assemble(store, batch, NUM_ANCHORS, NUM_DEPTHS)
+    with torch.no_grad():
+        found = unroll(drafter, runs)
+        checked = 0
+        for b, (index, start) in enumerate(batch):
+            for m in range(NUM_ANCHORS):
+                depths = int(runs.valid_BKM[b, :, m].sum())
+                if depths:
+                    wanted = serve_one(drafter, store[index], start + m, depths)
+                    torch.testing.assert_close(
+                        found[b, :depths, m], wanted, rtol=1e-4, atol=1e-5
+                    )
+                    checked += 1
+    assert checked >= 2 * NUM_ANCHORS + 2
+
+
+def test_supervision_stays_inside_the_text(tmp_path):
+    store = tiny_store(tmp_path, tiny_target(), num_sequences=1, length=20, prompt=8)
+    ids, mask = store[0].ids, store[0].mask
+    runs = assemble(store, [(0, 12)], NUM_ANCHORS, NUM_DEPTHS)
+    for k in range(NUM_DEPTHS):
+        for m in range(NUM_ANCHORS):
+            label = 12 + m + 2 + k
+            assert bool(runs.valid_BKM[0, k, m]) == (label < len(ids) and bool(mask[label]))
+            if runs.valid_BKM[0, k, m]:
+                assert runs.token_BKM[0, k, m] == ids[label - 1]
+
+
+def test_teacher_row_predicts_the_label(tmp_path):
+    target = tiny_target()
+    store = tiny_store(tmp_path, target, num_sequences=1)
+    ids = store[0].ids.long()
+    runs = assemble(store, [(0, 10)], NUM_ANCHORS, NUM_DEPTHS)
+    best_J = target.lm_head(runs.teacher_BJH[0]).argmax(-1)
+    # greedy text: the teacher of depth k and anchor m agrees with token x_{t+2+k}
+    for k in range(NUM_DEPTHS):
+        assert torch.equal(best_J[k : k + NUM_ANCHORS], ids[12 + k : 12 + k + NUM_ANCHORS])
+
+
+def test_a_gap_in_the_mask_ends_the_chain(tmp_path):
+    store = tiny_store(tmp_path, tiny_target(), num_sequences=1)
+    sequence = store[0]
+    mask = sequence.mask.clone()
+    mask[20] = False
+
+    class Gapped:
+        def __getitem__(self, index):
+            return sequence._replace(mask=mask)
+
+    valid_KM = assemble(Gapped(), [(0, 14)], NUM_ANCHORS, NUM_DEPTHS).valid_BKM[0]
+    for k in range(NUM_DEPTHS):
+        for m in range(NUM_ANCHORS):
+            labels = set(range(16 + m, 16 + m + k + 1))
+            assert bool(valid_KM[k, m]) == (20 not in labels)
