@@ -129,8 +129,10 @@ class Eagle4Config(PreTrainedConfig):
                 f"unknown drafter configuration keys {unknown}; "
                 f"known are {sorted(structural_keys())}"
             )
-        super().__init__(**{"tie_word_embeddings": False, **kwargs})
+        self.tie_word_embeddings = kwargs.pop("tie_word_embeddings", False)
+        # Before Transformers' own validation, whose errors are no ValueErrors.
         check_structure(self)
+        super().__init__(**kwargs)
 
     def __eq__(self, other: object) -> bool:
         # The inherited comparison looks at the base class's fields only.

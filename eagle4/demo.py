@@ -12,6 +12,7 @@ every file must be; a copy that does not match is rebuilt.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.util
 import json
 import logging
@@ -213,8 +214,9 @@ def _is_valid(folder: Path, gguf: Path) -> bool:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence Transformers' progress bars and the GGUF reader's own bar, then restore both."""
-    import transformers.modeling_gguf_pytorch_utils as reader
     from transformers.utils import logging as transformers_logging
+
+    reader: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
 
     was_enabled, tqdm = transformers_logging.is_progress_bar_enabled(), reader.tqdm
     silent = type("Silent", (tqdm,), {"__init__": partialmethod(tqdm.__init__, disable=True)})

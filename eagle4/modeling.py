@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
-from transformers.generation import GenerationConfig
+from transformers.generation import GenerationConfig, GenerationMode
 from transformers.generation.utils import GenerateDecoderOnlyOutput
-
 
 from .config import Eagle4Config, SpeculativeConfig
 from .drafter import Eagle4Drafter
 from .drafter.pairing import check_pair
-from .engine import Eagle4Cache, Result, SpeculationStats, requests, run
+from .engine import Eagle4Cache, Request, Result, SpeculationStats, requests, run
 from .engine.drafting import EagleDraft
 from .harness import FixedPolicy
 from .ops import PackedLinears
@@ -73,7 +72,16 @@ class Eagle4ForCausalLM(PreTrainedModel, GenerationMixin):
         self.drafter = drafter
         self.last_speculation: SpeculationStats | None = None
         self.post_init()
+        self._set_generation_config(target.generation_config)
         self._attach(tokenizer)
+
+    def _set_generation_config(self, like: GenerationConfig | None) -> None:
+        """A copy with a place for ``speculative``, of a kind that keeps it when it is saved."""
+        config = copy.deepcopy(like) or GenerationConfig()
+        config._from_model_config = False
+        if not hasattr(config, "speculative"):
+            config.speculative = None
+        self.generation_config = config
 
     def _attach(self, tokenizer: Any) -> None:
         target, drafter = self.target, self.drafter
@@ -86,11 +94,6 @@ class Eagle4ForCausalLM(PreTrainedModel, GenerationMixin):
         self._packed = PackedLinears(drafter) if drafter is not None else None
         self._adapter: TargetAdapter | None = None
         self._tap_layers = taps
-        generation_config = copy.deepcopy(target.generation_config) or GenerationConfig()
-        generation_config._from_model_config = False
-        if not hasattr(generation_config, "speculative"):
-            generation_config.speculative = None
-        self.generation_config = generation_config
 
     @property
     def adapter(self) -> TargetAdapter:
@@ -176,12 +179,12 @@ class Eagle4ForCausalLM(PreTrainedModel, GenerationMixin):
     def get_decoder(self):
         return self.target.get_decoder()
 
-    def _init_weights(self, module):
-        """Parts initialise themselves."""
+    def init_weights(self) -> None:
+        """Nothing: both parts were initialised or loaded before they got here."""
 
     # -- generation ------------------------------------------------------------------------------
 
-    def generate(self, inputs=None, generation_config=None, **kwargs):  # type: ignore[override]
+    def generate(self, inputs=None, generation_config=None, *args, **kwargs):  # type: ignore[override]
         """Transformers' `generate` with one more argument, ``speculative``.
 
         ``speculative``: ``"eagle4"``, None (plain decoding in the same engine), a
@@ -192,13 +195,26 @@ class Eagle4ForCausalLM(PreTrainedModel, GenerationMixin):
         """
         speculative = requests.resolve(self, generation_config, kwargs)
         requests.check_arguments(self, speculative, inputs, generation_config, kwargs)
-        kwargs["speculative"] = requests.serialise(speculative)
         self.last_speculation = None
-        return super().generate(inputs, generation_config, **kwargs)
+        if generation_config is not None:
+            generation_config = copy.deepcopy(generation_config)
+            generation_config.speculative = requests.serialise(speculative)
+        else:
+            if not hasattr(self.generation_config, "speculative"):  # the user assigned another one
+                self.generation_config.speculative = None
+            kwargs["speculative"] = requests.serialise(speculative)
+        return super().generate(inputs, generation_config, *args, **kwargs)
+
+    def _validate_generation_mode(self, mode, generation_config, mode_kwargs) -> None:
+        super()._validate_generation_mode(mode, generation_config, mode_kwargs)
+        if generation_config.speculative and mode != GenerationMode.GREEDY_SEARCH:
+            raise ValueError(f"{mode.value} cannot be combined with speculative=")
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, mode, *args):
         """The engine owns its cache; Transformers makes one only for its own decoding."""
-        if not requests.uses_engine(generation_config, model_kwargs):
+        is_greedy = mode == GenerationMode.GREEDY_SEARCH
+        if not (is_greedy and requests.uses_engine(generation_config, model_kwargs)):
+            requests.check_foreign(model_kwargs)
             super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, *args)
 
     def _sample(
@@ -212,7 +228,9 @@ class Eagle4ForCausalLM(PreTrainedModel, GenerationMixin):
         tokenizer=None,
         **model_kwargs,
     ):
-        if synced_gpus or not requests.uses_engine(generation_config, model_kwargs):
+        if synced_gpus or not requests.uses_engine(
+            generation_config, model_kwargs, logits_processor
+        ):
             return super()._sample(
                 input_ids,
                 logits_processor,
@@ -222,21 +240,31 @@ class Eagle4ForCausalLM(PreTrainedModel, GenerationMixin):
                 streamer=streamer,
                 **model_kwargs,
             )
-        config = SpeculativeConfig.parse(generation_config.speculative)
-        request = requests.build(
-            self.target,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            streamer,
-            model_kwargs,
-        )
+        try:
+            result = self._run(
+                requests.build(
+                    self.target,
+                    input_ids,
+                    logits_processor,
+                    stopping_criteria,
+                    generation_config,
+                    streamer,
+                    model_kwargs,
+                ),
+                SpeculativeConfig.parse(generation_config.speculative or None),
+            )
+        finally:
+            # Also after an error, so that nobody waits for the rest of a stream.
+            if streamer is not None:
+                streamer.end()
+        return self._output(result, generation_config)
+
+    def _run(self, request: Request, config: SpeculativeConfig | None) -> Result:
         policy, draft = self._speculation(config)
         with self._packed.active() if self._packed is not None else nullcontext():
             result = run(request, self.adapter, policy, draft)
         self.last_speculation = result.stats
-        return self._output(result, generation_config)
+        return result
 
     def _speculation(self, config: SpeculativeConfig | None):
         """Policy and draft of one call; (None, None) decodes plainly."""

@@ -81,8 +81,9 @@ def check_structure(config: Eagle4Config) -> None:
             f"num_attention_heads {config.num_attention_heads} must be a multiple of "
             f"num_key_value_heads {config.num_key_value_heads}"
         )
-    if config.use_rope and (config.head_dim % 2 or config.head_dim > 2**16):
-        raise ValueError(f"RoPE needs an even head_dim of at most 65536, got {config.head_dim}")
+    # Frequencies are computed before any shape is compared, so their number is bounded here.
+    if config.head_dim % 2 or config.head_dim > 2**16:
+        raise ValueError(f"head_dim must be even and at most 65536, got {config.head_dim}")
     if config.draft_vocab_size is not None:
         _check_reduced_vocabulary(config)
     if config.tie_word_embeddings:

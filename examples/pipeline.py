@@ -22,7 +22,8 @@ generator = pipeline(
 
 chat = [{"role": "user", "content": "Name three fruits and one thing that is special about each."}]
 print(generator(chat)[0]["generated_text"][-1]["content"])
-print(f"\naccept length {model.last_speculation.accept_length:.2f}")
+if stats := model.last_speculation:
+    print(f"\naccept length {stats.accept_length:.2f}")
 
 # Several prompts at once: each sequence accepts its own number of tokens per round.
 texts = ["The three primary colours are", "Once upon a time, in a small village,"]

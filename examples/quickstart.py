@@ -86,7 +86,8 @@ print(f"{'':14}{'tokens/s':>10}{'x plain':>10}")
 for name, values in speeds.items():
     ratio = median(v / p for v, p in zip(values, speeds["plain"], strict=True))
     print(f"{name:14}{median(values):10.1f}{ratio:10.2f}")
-rounds = sum(s.rounds for s in stats)
-accept_length = sum(s.accept_length * s.rounds for s in stats) / rounds
+rounds = [s.rounds - s.plain_rounds for s in stats]  # only these verified a draft
+committed = sum(s.accept_length * count for s, count in zip(stats, rounds, strict=True))
+accept_length = committed / max(1, sum(rounds))
 print(f"\naccept length {accept_length:.2f} tokens per target verification (plain decoding: 1)")
 print(f"target calls  {sum(s.target_calls for s in stats)} with speculation")

@@ -49,7 +49,7 @@ for question in questions():
     )
     new = out[0, inputs["input_ids"].shape[1] :]
     speed = len(new) / (time.perf_counter() - start)
-    accepted = model.last_speculation.accept_length
-    print(f"[{speed:.1f} tokens/s, {accepted:.2f} tokens per target call]\n")
+    if stats := model.last_speculation:
+        print(f"[{speed:.1f} tokens/s, {stats.accept_length:.2f} tokens per verification]\n")
     answer = tokenizer.decode(new, skip_special_tokens=True)
     conversation.append({"role": "assistant", "content": answer})

@@ -34,32 +34,39 @@ class PageTable:
         if missing <= 0:
             return False
         before = self.num_pages
-        for _ in range(missing):
-            owned.append(self._take(owned[-1] + 1 if owned else None, missing))
+        # Once its run is broken, a sequence is gathered anyway and takes what is free.
+        is_run = self.run_start(sequence) is not None
+        owned += self._take(owned[-1] + 1 if is_run else None, missing)
         return self.num_pages > before
 
-    def _take(self, wanted: int | None, run: int) -> int:
-        if wanted is not None and wanted in self._free:
-            self._free.remove(wanted)
-            return wanted
-        page = self._first_free_run(run)
-        if page is None:
-            page = self.num_pages
-            self.num_pages += 1
-            return page
-        self._free.remove(page)
-        return page
+    def _take(self, wanted: int | None, count: int) -> list[int]:
+        """Pages from ``wanted`` on, else a free run, else free pages before new ones."""
+        start = wanted
+        if wanted is None or not self._is_open(wanted, count):
+            start = self._first_free_run(count)
+        if start is None:
+            pages = sorted(self._free)[:count]
+            pages += range(self.num_pages, self.num_pages + count - len(pages))
+        else:
+            pages = list(range(start, start + count))
+        self._free.difference_update(pages)
+        self.num_pages = max(self.num_pages, pages[-1] + 1)
+        return pages
 
-    def _first_free_run(self, run: int) -> int | None:
-        """The first page of the first free run of that length, else the lowest free page."""
-        free = sorted(self._free)
-        start = 0
-        for i, page in enumerate(free):
-            if i and page != free[i - 1] + 1:
-                start = i
-            if i - start + 1 == run:
-                return free[start]
-        return free[0] if free else None
+    def _is_open(self, first: int, count: int) -> bool:
+        """Whether these pages are free or lie beyond the end, where the pool can grow."""
+        return all(p in self._free or p >= self.num_pages for p in range(first, first + count))
+
+    def _first_free_run(self, count: int) -> int | None:
+        """The first page of the first free run of that length."""
+        start = previous = None
+        for page in sorted(self._free):
+            if start is None or page - 1 != previous:
+                start = page
+            if page - start + 1 == count:
+                return start
+            previous = page
+        return None
 
     def release(self, sequence: int) -> None:
         """Return all pages of the sequence."""

@@ -170,9 +170,7 @@ def _visibility(windows: list[Window], most: int, longest: int, device: torch.de
     return visible_BML, key_position_BL
 
 
-def _uniform_run(
-    table: PageTable, windows: list[Window], longest: int
-) -> tuple[int, int] | None:
+def _uniform_run(table: PageTable, windows: list[Window], longest: int) -> tuple[int, int] | None:
     """(start, stride) when all sequences are contiguous and equally spaced, in order."""
     starts = [table.run_start(window.sequence) for window in windows]
     if starts[0] is None or any(start is None for start in starts):

@@ -36,7 +36,7 @@ def load_target(args: Namespace) -> tuple[Any, Any, torch.device]:
     if dtype != "auto" or device.type == "cpu":
         dtype = demo.resolve_dtype(dtype, device)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype)
+    target: Any = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype)
     return target.to(device).eval(), tokenizer, device
 
 

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from ..evaluation.arms import ARM_NAMES
 from . import measure, run, train
+from .options import (
+    arms_option,
+    length_option,
+    model_options,
+    prompt_options,
+    speculation_options,
+    target_option,
+)
 
 RAW = argparse.RawDescriptionHelpFormatter
 
@@ -23,6 +30,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _generate(commands)
     _chat(commands)
+    _data(commands)
+    _train(commands)
     _convert(commands)
     _bench(commands)
     _check(commands)
@@ -41,67 +50,6 @@ def _add(commands, name: str, handler, summary: str, example: str, more: str = "
     return parser
 
 
-def _model_options(parser: argparse.ArgumentParser, drafter: bool = True) -> None:
-    group = parser.add_argument_group("models")
-    group.add_argument(
-        "--target",
-        default="smollm2",
-        metavar="MODEL",
-        help="hub id or folder of the target, or smollm2 for the demo model (default)",
-    )
-    if drafter:
-        group.add_argument(
-            "--drafter",
-            metavar="MODEL",
-            help="hub id or folder of the drafter; default with the smollm2 target: the one that "
-            "ships with the repository",
-        )
-    group.add_argument(
-        "--dtype",
-        default="auto",
-        help="auto (default: what is fast on this device), bfloat16, float16 or float32",
-    )
-    group.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
-
-
-def _speculation_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("speculation (the defaults are meant to be kept)")
-    group.add_argument("--mode", choices=("auto", "tree", "chain"), help="shape of the drafts")
-    group.add_argument(
-        "--max-depth", type=int, metavar="N", help="drafted tokens on a path at most"
-    )
-    group.add_argument("--top-k", type=int, metavar="N", help="children per drafted token")
-    group.add_argument("--max-nodes", type=int, metavar="N", help="drafted tokens per verification")
-
-
-def _length_option(parser: argparse.ArgumentParser, default: int) -> None:
-    parser.add_argument(
-        "--max-new-tokens",
-        type=int,
-        default=default,
-        metavar="N",
-        help=f"length of an answer at most (default {default})",
-    )
-
-
-def _prompt_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("prompts")
-    group.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help="JSON lines with turns, conversations, messages or prompt; or .txt with one prompt "
-        "per line (default: four built-in prompts)",
-    )
-    group.add_argument("--limit", type=int, metavar="N", help="only the first N prompts")
-    group.add_argument(
-        "--turns", type=int, default=1, metavar="N", help="turns per conversation (default 1)"
-    )
-    group.add_argument("--batch-size", type=int, default=1, metavar="N", help="prompts per call")
-    group.add_argument(
-        "--out", metavar="PREFIX", help="write PREFIX.json and PREFIX.md (default: print only)"
-    )
-
-
 def _generate(commands) -> None:
     parser = _add(
         commands,
@@ -114,9 +62,9 @@ def _generate(commands) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument("--raw", action="store_true", help="do not apply the chat template")
     parser.add_argument("--plain", action="store_true", help="decode without speculation")
-    _length_option(parser, 256)
-    _model_options(parser)
-    _speculation_options(parser)
+    length_option(parser, 256)
+    model_options(parser)
+    speculation_options(parser)
 
 
 def _chat(commands) -> None:
@@ -130,9 +78,9 @@ def _chat(commands) -> None:
     )
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument("--plain", action="store_true", help="decode without speculation")
-    _length_option(parser, 512)
-    _model_options(parser)
-    _speculation_options(parser)
+    length_option(parser, 512)
+    model_options(parser)
+    speculation_options(parser)
 
 
 def _bench(commands) -> None:
@@ -145,22 +93,17 @@ def _bench(commands) -> None:
         "All arms answer every prompt in one process, interleaved in rotating order. The last line "
         "on stdout is one JSON object.",
     )
-    parser.add_argument(
-        "--arms",
-        default="transformers,plain,eagle4",
-        metavar="LIST",
-        help=f"comma-separated, of {', '.join(ARM_NAMES)} (default: the first three)",
-    )
+    arms_option(parser)
     parser.add_argument(
         "--repeats", type=int, default=1, metavar="N", help="runs per prompt and arm"
     )
     parser.add_argument(
         "--warmup", type=int, default=1, metavar="N", help="batches to run first and forget"
     )
-    _length_option(parser, 128)
-    _prompt_options(parser)
-    _model_options(parser)
-    _speculation_options(parser)
+    length_option(parser, 128)
+    prompt_options(parser)
+    model_options(parser)
+    speculation_options(parser)
 
 
 def _check(commands) -> None:
@@ -173,16 +116,82 @@ def _check(commands) -> None:
         "Compares with plain decoding and with Transformers' generate, token for token. Every "
         "difference is arbitrated in fp32. Exit status 1 if one is not a near tie.",
     )
-    parser.add_argument(
-        "--arms",
-        default="transformers,plain,eagle4",
-        metavar="LIST",
-        help=f"comma-separated, of {', '.join(ARM_NAMES)} (default: the first three)",
+    arms_option(parser)
+    length_option(parser, 128)
+    prompt_options(parser)
+    model_options(parser)
+    speculation_options(parser)
+
+
+def _data(commands) -> None:
+    parser = _add(
+        commands,
+        "data",
+        train.data,
+        "let the target answer prompts and store its features for training",
+        "eagle4 data --prompts prompts.jsonl --synthesize 500 --out runs/data",
+        "An interrupted run continues where it stopped.",
     )
-    _length_option(parser, 128)
-    _prompt_options(parser)
-    _model_options(parser)
-    _speculation_options(parser)
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="folder to write")
+    parser.add_argument(
+        "--prompts",
+        nargs="+",
+        metavar="FILE",
+        help="JSON lines with conversations or messages; only the user's part is used",
+    )
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="only the first N prompts of the files"
+    )
+    parser.add_argument(
+        "--synthesize",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also let the target write N user turns itself",
+    )
+    parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="answers at a time")
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument(
+        "--tap-layers",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="target blocks whose outputs are stored (default: the rule of the public drafters)",
+    )
+    length_option(parser, 512)
+    model_options(parser, drafter=False)
+
+
+def _train(commands) -> None:
+    parser = _add(
+        commands,
+        "train",
+        train.train,
+        "train a drafter on stored features",
+        "eagle4 train --data runs/data --out runs/drafter --max-minutes 60",
+        "Writes FOLDER/drafter and FOLDER/metrics.json. An interrupted run continues.",
+    )
+    parser.add_argument("--data", required=True, metavar="FOLDER", help="what `eagle4 data` wrote")
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="folder of the run")
+    parser.add_argument("--steps", type=int, metavar="N", help="optimiser steps")
+    parser.add_argument("--max-minutes", type=float, metavar="T", help="end the run by the clock")
+    parser.add_argument("--seed", type=int, metavar="N")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="any other field of TrainConfig, for example lr=0.001",
+    )
+    parser.add_argument(
+        "--drafter-set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="any field of Eagle4Config, for example intermediate_size=3072",
+    )
+    target_option(parser)
+    parser.set_defaults(device="cpu")
 
 
 def _convert(commands) -> None:

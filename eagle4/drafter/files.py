@@ -27,9 +27,10 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 def resolve_folder(path: str | os.PathLike, revision: str | None = None) -> Path:
     """The local folder of a path or of a hub id (``owner/name``), downloaded if need be."""
     folder = Path(path)
-    if folder.is_dir():
+    # The empty path would be the working directory, which nobody meant.
+    if os.fspath(path) and folder.is_dir():
         return folder
-    if folder.exists():
+    if folder.is_file():
         raise ValueError(f"{folder} is a file; give the folder that holds it and {CONFIG}")
     if not _HUB_ID.fullmatch(os.fspath(path)):
         raise ValueError(f"{path} is neither a folder nor a hub id such as owner/name")
@@ -113,12 +114,14 @@ def _read_sharded(folder: Path) -> dict[str, torch.Tensor]:
     places = read_json(folder / INDEX).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(v, str) for v in places.values()):
         raise ValueError(f"{folder / INDEX} has no weight_map from tensor names to file names")
-    tensors: dict[str, torch.Tensor] = {}
-    for shard in sorted(set(places.values())):
+    shards = sorted(set(places.values()))
+    for shard in shards:
         if Path(shard).name != shard or not shard.endswith(".safetensors"):
             raise ValueError(f"{folder / INDEX} names {shard!r}, which is no file of its folder")
         if not (folder / shard).is_file():
             raise ValueError(f"{folder / shard} is missing; {INDEX} names it")
+    tensors: dict[str, torch.Tensor] = {}
+    for shard in shards:
         part = _read_one(folder / shard)
         listed = {name for name, place in places.items() if place == shard}
         if set(part) != listed:

@@ -23,16 +23,18 @@ def commit_tokens(
     """Append tokens one by one until a criterion fires; returns how many were kept (at least 1).
 
     ``score_rows [len(tokens), V]`` are appended to ``scores`` in step, so a criterion that reads
-    scores sees one entry per token.
+    scores sees one entry per token. Criteria are shown the row at its place in a batch, repeated
+    to the batch's size: they may hold one limit per row.
     """
+    batch = len(state.sequences)
     for kept, token in enumerate(tokens, start=1):
         state.append(sequence, token)
         seen = None
         if scores is not None and score_rows is not None:
-            scores.append(score_rows[kept - 1])
-            seen = tuple(row.unsqueeze(0) for row in scores)
-        ids = state.history(sequence).unsqueeze(0)
-        if bool(criteria(ids, seen).all()):  # type: ignore[arg-type]
+            scores.append(score_rows[kept - 1].expand(batch, -1))
+            seen = tuple(scores)
+        ids = state.history(sequence).expand(batch, -1)
+        if bool(criteria(ids, seen)[sequence.index]):  # type: ignore[arg-type]
             sequence.done = True
             return kept
     return len(tokens)

@@ -32,9 +32,10 @@ PLAIN = Plan(speculative=False, max_depth=0, top_k=1, max_nodes=0)
 class Request:
     """One `generate` call after Transformers has prepared it.
 
-    ``input_ids [B, P]`` with ``pads`` left-padding columns per row; ``max_length`` counts padding,
-    prompt and new tokens; ``pads_finished``: a finished row gets padding (Transformers pads only
-    when an EOS is configured, otherwise rows run on until the last one stops).
+    ``input_ids [B, P]`` with ``pads`` left-padding columns per row, the first ``known`` columns
+    taken from ``cache``; ``max_length`` counts all of them and the new tokens; ``pads_finished``: a
+    finished row gets padding (Transformers pads only when an EOS is configured, otherwise rows run
+    on until the last one stops).
     """
 
     input_ids: torch.Tensor
@@ -47,6 +48,7 @@ class Request:
     max_position: int | None = None
     streamer: object | None = None
     cache: Eagle4Cache | None = None
+    known: int = 0
     output_scores: bool = False
     output_logits: bool = False
     output_hidden_states: bool = False
@@ -54,7 +56,7 @@ class Request:
 
 @dataclass
 class Result:
-    """Token ids ``[B, P + new]`` and what was asked for beside them."""
+    """Token ids ``[B, P - known + new]`` and what was asked for beside them."""
 
     sequences: torch.Tensor
     cache: Eagle4Cache
@@ -84,7 +86,7 @@ def run(
     request: Request, target: TargetAdapter, policy: Policy | None = None, draft: Draft | None = None
 ) -> Result:
     """Generate greedily. Without ``draft`` every round is plain: one row per sequence."""
-    state = State(request.input_ids, request.pads, request.pad_token)
+    state = State(request.input_ids, request.pads, request.pad_token, request.known)
     if request.cache is not None:
         resume(request.cache, state, needs_features=draft is not None)
     batch = len(state.sequences)
@@ -98,13 +100,10 @@ def run(
             state, request.output_scores, request.output_logits, request.output_hidden_states
         ),
         streamer=Streamer(request.streamer, state, request.pads_finished),
-        processors=[for_sequence(request.processors, b) for b in range(batch)],
+        processors=[for_sequence(request.processors, b, batch) for b in range(batch)],
     )
-    try:
-        with target.attached(with_taps=draft is not None):
-            _generate(call)
-    finally:
-        call.streamer.end()
+    with target.attached(with_taps=draft is not None):
+        _generate(call)
     return _result(call)
 
 
@@ -208,6 +207,7 @@ def _draft(call: _Run, sequences: list[Sequence], limits: list[int]) -> Tree | N
             logger.warning("drafting failed, decoding goes on without speculation: %s", reason)
         call.stats.fallbacks[reason] += 1
         call.draft = None
+        call.state.forget_drafts()
         return None
     call.stats.nodes_verified += int(tree.count_B.sum())
     return tree
@@ -259,7 +259,7 @@ def _result(call: _Run) -> Result:
         ids[sequence.index, :columns] = state.ids_BT[sequence.index, :columns]
     cache = call.request.cache or Eagle4Cache(state)
     return Result(
-        sequences=ids,
+        sequences=ids[:, state.known :],
         cache=cache,
         stats=call.stats,
         scores=recorder.stacked(recorder.scores),

@@ -38,10 +38,6 @@ class Streamer:
         column = self.state.prompt_length + self.step
         return int(self.state.ids_BT[sequence.index, column])
 
-    def end(self) -> None:
-        if self.streamer is not None:
-            self.streamer.end()
-
 
 class Recorder:
     """Per-token outputs of `return_dict_in_generate`, one entry per committed token and row."""
@@ -57,10 +53,14 @@ class Recorder:
         )
 
     def add_prompt(self, sequence: Sequence, chunks: list[tuple[torch.Tensor, ...]]) -> None:
-        """Hidden states of the prompt rows that were run, chunk by chunk."""
+        """Hidden states of the prompt rows that were run, chunk by chunk; zeros for padding."""
         if self.hidden is not None and chunks:
-            layers = tuple(torch.cat(parts) for parts in zip(*chunks, strict=True))
-            self.hidden[sequence.index].append(layers)
+            layers = [torch.cat(parts) for parts in zip(*chunks, strict=True)]
+            from_start = len(layers[0]) == sequence.length
+            padding = sequence.pad if from_start else 0
+            self.hidden[sequence.index].append(
+                tuple(torch.cat([rows.new_zeros(padding, rows.shape[1]), rows]) for rows in layers)
+            )
 
     def add_rows(
         self,
@@ -71,18 +71,20 @@ class Recorder:
     ) -> None:
         """Raw logits and hidden states of the packed rows that produced the kept tokens."""
         if self.logits is not None:
-            self.logits[sequence.index] += list(logits_RV[rows].float())
+            self.logits[sequence.index] += logits_RV[rows].float().split(1)
         if self.hidden is not None and hidden_states is not None:
             for row in rows.tolist():
                 layers = tuple(layer[row : row + 1] for layer in hidden_states)
                 self.hidden[sequence.index].append(layers)
 
     def stacked(self, rows: list[list[torch.Tensor]] | None) -> tuple[torch.Tensor, ...] | None:
-        """Per-step ``(B, V)``; a row that has finished repeats its last entry."""
+        """Per-step ``(B, V)`` of entries ``(1 or B, V)``; a finished row repeats its last entry."""
         if rows is None:
             return None
         steps = max(len(row) for row in rows)
-        return tuple(torch.stack([row[min(i, len(row) - 1)] for row in rows]) for i in range(steps))
+        return tuple(
+            torch.cat([row[min(step, len(row) - 1)][:1] for row in rows]) for step in range(steps)
+        )
 
     def stacked_hidden(self) -> tuple[tuple[torch.Tensor, ...], ...] | None:
         """Per-step tuples of ``(B, rows, H)``: the whole prompt first, then one row a step."""

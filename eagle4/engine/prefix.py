@@ -33,6 +33,20 @@ class Eagle4Cache:
         return len(self.state.sequences)
 
     @property
+    def num_columns(self) -> int:
+        """Committed columns, left padding and the last token (which has no K/V) included."""
+        return max((s.pad + s.length for s in self.state.sequences), default=0)
+
+    def ids(self, num_columns: int, like: torch.Tensor) -> torch.Tensor:
+        """The first ``num_columns`` columns of ids. Raises `ValueError` for another batch size."""
+        if self.batch_size != len(like):
+            raise ValueError(
+                f"past_key_values holds {self.batch_size} sequences but the prompt has {len(like)} "
+                "rows; pass the cache of the same batch, or none"
+            )
+        return self.state.ids_BT[:, :num_columns].to(like.device)
+
+    @property
     def num_bytes(self) -> int:
         return self.state.target_pool.num_bytes + self.state.draft_pool.num_bytes
 
@@ -66,13 +80,8 @@ def resume(cache: Eagle4Cache, state: State, needs_features: bool) -> None:
     """Take over the cache's pools and keep every row's longest common prefix.
 
     ``needs_features``: speculation needs taps (or draft K/V) for everything that is kept.
-    Raises `ValueError` when the batch sizes differ.
+    The batch sizes must be equal, see `Eagle4Cache.ids`.
     """
-    if cache.batch_size != len(state.sequences):
-        raise ValueError(
-            f"past_key_values holds {cache.batch_size} sequences but the prompt has "
-            f"{len(state.sequences)} rows; pass the cache of the same batch, or none"
-        )
     old = cache.state
     state.table, state.target_pool, state.draft_pool = old.table, old.target_pool, old.draft_pool
     for before, after in zip(old.sequences, state.sequences, strict=True):

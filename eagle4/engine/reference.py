@@ -14,7 +14,7 @@ import torch
 from transformers import LogitsProcessorList
 
 from ..cache import Window, build_step
-from ..sampling import process_rows
+from ..sampling import process_path
 from ..target import TargetAdapter, TargetOutput
 from ..tree import ancestor_matrix
 from ..types import Tree, Verdict
@@ -29,7 +29,7 @@ class Verified(NamedTuple):
 
     verdict: Verdict
     first_row: list[int]  # packed row of every sequence's root
-    scores: list[torch.Tensor]  # per sequence: processed float32 scores of root and nodes
+    scores: list[torch.Tensor]  # per sequence: float32 scores of root and nodes, see process_path
     output: TargetOutput
 
 
@@ -95,22 +95,20 @@ def verify(
     for count in counts:
         first_row.append(row)
         row += count + 1
-    scores = [
-        process_rows(
-            processors[sequence.index],
-            output.logits_RV[first_row[b] : first_row[b] + counts[b] + 1],
-            state.history(sequence),
-            tree.token_BN[b, : counts[b]],
-            tree.depth_BN[b, : counts[b]],
-            ancestors_BNN[b, : counts[b], : counts[b]],
-        )
-        for b, sequence in enumerate(sequences)
-    ]
+    scores = []
     choice_BR = torch.full(
         (len(sequences), tree.token_BN.shape[1] + 1), -1, dtype=torch.int64, device=state.device
     )
-    for b, rows in enumerate(scores):
-        choice_BR[b, : len(rows)] = rows.argmax(dim=-1)
+    for b, sequence in enumerate(sequences):
+        count = counts[b]
+        scores_RV, choice_BR[b, : count + 1] = process_path(
+            processors[sequence.index],
+            output.logits_RV[first_row[b] : first_row[b] + count + 1],
+            state.history(sequence),
+            tree.token_BN[b, :count],
+            tree.parent_BN[b, :count],
+        )
+        scores.append(scores_RV)
     return Verified(verify_greedy(tree, ancestors_BNN, choice_BR), first_row, scores, output)
 
 

@@ -30,11 +30,13 @@ class Sequence:
 class State:
     """Token buffer, page table and pools of all sequences of one call.
 
-    ``ids_BT`` holds every row as Transformers would: left padding, prompt, generated tokens.
+    ``ids_BT`` holds every row as Transformers would: left padding, prompt, generated tokens. The
+    first ``known`` columns came from a cache, not from the caller.
     """
 
-    def __init__(self, ids_BP: torch.Tensor, pads: list[int], pad_token: int):
+    def __init__(self, ids_BP: torch.Tensor, pads: list[int], pad_token: int, known: int = 0):
         self.prompt_length = ids_BP.shape[1]
+        self.known = known
         self.pad_token = pad_token
         self.ids_BT = ids_BP.clone()
         self.table = PageTable(len(ids_BP))
@@ -53,8 +55,11 @@ class State:
         return self.ids_BT[sequence.index, sequence.pad : sequence.pad + sequence.length]
 
     def history(self, sequence: Sequence) -> torch.Tensor:
-        """Committed ids with padding, as processors and criteria see them."""
-        return self.ids_BT[sequence.index, : sequence.pad + sequence.length]
+        """Committed ids with padding, as processors and criteria see them.
+
+        As in Transformers they see what the caller passed, not what only the cache knows.
+        """
+        return self.ids_BT[sequence.index, self.known : sequence.pad + sequence.length]
 
     def append(self, sequence: Sequence, token: int) -> None:
         """Commit one token."""
@@ -71,6 +76,12 @@ class State:
         if self.table.ensure(sequence.index, num_tokens):
             self.target_pool.resize(self.table.num_slots)
             self.draft_pool.resize(self.table.num_slots)
+
+    def forget_drafts(self) -> None:
+        """Drop draft K/V and pending features: after a failure nothing about them is certain."""
+        for sequence in self.sequences:
+            sequence.draft_length, sequence.pending = 0, []
+        self.draft_pool.layers.clear()
 
     def release(self, sequence: Sequence) -> None:
         """Give the sequence's pages back."""

@@ -26,18 +26,18 @@ class SpeculationStats:
     nodes_drafted: int = 0  # nodes that the drafter proposed
     nodes_verified: int = 0  # nodes that the target verified
     new_tokens: int = 0  # committed tokens of all sequences
+    verifications: int = 0  # speculative sequence-rounds, the denominator of accept_length
     accepted_per_round: list[list[int]] = field(default_factory=list)  # per round, per sequence
     fallbacks: Counter[str] = field(default_factory=Counter)  # reason -> count
     seconds: Counter[str] = field(default_factory=Counter)  # stage -> time
     _drafted_depth: Counter[int] = field(default_factory=Counter)
     _accepted_depth: Counter[int] = field(default_factory=Counter)
     _committed: int = 0  # tokens committed by speculative sequence-rounds
-    _verifications: int = 0  # speculative sequence-rounds
 
     @property
     def accept_length(self) -> float:
         """Committed tokens per verification; 1.0 when nothing was speculated."""
-        return self._committed / self._verifications if self._verifications else 1.0
+        return self._committed / self.verifications if self.verifications else 1.0
 
     @property
     def acceptance_by_depth(self) -> list[float]:
@@ -45,12 +45,17 @@ class SpeculationStats:
         deepest = max(self._drafted_depth, default=0)
         return [self._accepted_depth[d] / self._drafted_depth[d] for d in range(1, deepest + 1)]
 
+    @property
+    def drafted_by_depth(self) -> list[int]:
+        """Sequence-rounds that verified depth 1, 2, ...: denominators of `acceptance_by_depth`."""
+        return [self._drafted_depth[d] for d in range(1, max(self._drafted_depth, default=0) + 1)]
+
     def record(self, verified_depth: int, accepted: int, committed: int) -> None:
         """One sequence of one speculative round.
 
         ``committed`` counts the tokens that were kept, so a stop inside the block shortens it.
         """
-        self._verifications += 1
+        self.verifications += 1
         self._committed += committed
         for depth in range(1, verified_depth + 1):
             self._drafted_depth[depth] += 1

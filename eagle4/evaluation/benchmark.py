@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from .arms import Arm, ArmRun
-from .prompts import Prompt, batched, iterate_turns
+from .prompts import Device, Prompt, batched, iterate_turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ def run_benchmark(
     prompts: Sequence[Prompt],
     tokenizer,
     config: BenchConfig | None = None,
-    device="cpu",
+    device: Device = "cpu",
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> list[Cell]:
     """Measure all arms on all prompts; `summarise` turns the cells into a result.
@@ -87,7 +87,7 @@ def _measure(
     batch: Sequence[Prompt],
     tokenizer,
     config: BenchConfig,
-    device,
+    device: Device,
     offset: int,
 ) -> list[Cell]:
     cells = []

@@ -20,7 +20,7 @@ from typing import Any
 from .arbiter import Arbiter, Arbitration
 from .arms import Arm, ArmRun
 from .benchmark import pool_speculation
-from .prompts import Prompt, Turn, batched, iterate_turns
+from .prompts import Device, Prompt, Turn, batched, iterate_turns
 
 NEAR_TIE = "near tie"
 UNEXPLAINED = "unexplained"
@@ -77,7 +77,7 @@ def check_lossless(
     max_new_tokens: int = 128,
     batch_size: int = 1,
     max_turns: int = 1,
-    device="cpu",
+    device: Device = "cpu",
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> LosslessReport:
     """Compare every pair of arms on every prompt and turn; the first arm continues conversations.

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 Message = dict[str, str]
+Device = str | torch.device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +90,7 @@ def batched(prompts: Sequence[Prompt], size: int) -> list[Sequence[Prompt]]:
 
 
 def iterate_turns(
-    batch: Sequence[Prompt], tokenizer, max_turns: int, device="cpu"
+    batch: Sequence[Prompt], tokenizer, max_turns: int, device: Device = "cpu"
 ) -> Iterator[Turn]:
     """The turns that all prompts of a batch have, each continuing with the answers to the last."""
     given: list[list[str]] = [[] for _ in batch]
@@ -111,7 +112,7 @@ def messages(prompt: Prompt, answers: Sequence[str]) -> list[Message]:
 
 
 def encode(
-    tokenizer, conversations: Sequence[list[Message]], device="cpu"
+    tokenizer, conversations: Sequence[list[Message]], device: Device = "cpu"
 ) -> dict[str, torch.Tensor]:
     """Token ids and attention mask ``[B, T]`` int64, padded on the left.
 

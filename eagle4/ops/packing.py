@@ -1,7 +1,7 @@
 """Packed CPU weights for few-row GEMMs, in place only while a generation runs.
 
-On CPUs without matrix units, the stock fp32 linear costs far more for 2..32 rows than for one, which
-eats what a tree saves. oneDNN's blocked weight layout (what Inductor's freezing also uses) makes a
+On CPUs without matrix units, the stock fp32 linear costs far more for 2..32 rows than for one,
+which eats what a tree saves. oneDNN's blocked weight layout (what Inductor's freezing also uses) makes a
 16-row call cost about what a 1-row call costs. The packed copy doubles the weight memory, so it is
 made only when it fits comfortably.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -24,7 +25,7 @@ class PackedLinears:
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self._packed: dict[str, tuple[tuple[int, int], torch.Tensor]] = {}
+        self._packed: dict[str, _Copy] = {}
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -41,12 +42,36 @@ class PackedLinears:
                 layer.__dict__.pop("forward", None)
 
     def _weight(self, name: str, layer: nn.Linear) -> torch.Tensor:
-        key = (layer.weight.data_ptr(), layer.weight._version)
+        weight = layer.weight.detach()
         found = self._packed.get(name)
-        if found is None or found[0] != key:
-            packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), _ROWS_HINT)
-            self._packed[name] = found = (key, packed)
-        return found[1]
+        if found is None or not found.is_of(weight):
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
+            self._packed[name] = found = _Copy(_identity(weight), _sample(weight).clone(), packed)
+        return found.packed
+
+
+class _Copy(NamedTuple):
+    """A packed weight and what identifies its source.
+
+    The version counter misses changes through ``weight.data`` (merging LoRA does that), so a
+    sample of the values is compared as well.
+    """
+
+    identity: tuple[int, int]
+    sample: torch.Tensor
+    packed: torch.Tensor
+
+    def is_of(self, weight: torch.Tensor) -> bool:
+        return self.identity == _identity(weight) and torch.equal(self.sample, _sample(weight))
+
+
+def _identity(weight: torch.Tensor) -> tuple[int, int]:
+    return weight.data_ptr(), weight._version
+
+
+def _sample(weight: torch.Tensor) -> torch.Tensor:
+    # An odd stride visits all columns of the usual even widths.
+    return weight.view(-1)[:: weight.numel() // 256 | 1]
 
 
 class _PackedForward:
@@ -65,6 +90,8 @@ class _PackedForward:
 def _layers_to_pack(model: nn.Module, already: bool) -> list[tuple[str, nn.Linear]]:
     if not torch.backends.mkldnn.is_available() or os.environ.get("EAGLE4_PACK_WEIGHTS") == "0":
         return []
+    if torch.is_autocast_enabled("cpu"):  # the packed kernel would not take part in it
+        return []
     layers = [
         (name, module)
         for name, module in model.named_modules()
@@ -80,6 +107,8 @@ def _is_packable(layer: nn.Linear) -> bool:
         weight.device.type == "cpu"
         and weight.dtype == torch.float32
         and type(weight) is nn.Parameter
+        and weight.is_contiguous()
+        and not weight.is_inference()  # those have no version counter
         and "forward" not in layer.__dict__
         and weight.numel() >= 1 << 16
     )

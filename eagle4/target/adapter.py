@@ -13,12 +13,13 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..cache import AttentionStep, KVPool, PageTable, Window, build_step
+from ..cache import AttentionStep, KVPool
+from ..ops import PackedLinears
 from . import attention
 from .families import check_target, is_proven
-from ..ops import PackedLinears
+from .probe import probe
 
 
 class TargetOutput(NamedTuple):
@@ -41,13 +42,14 @@ class TargetAdapter:
         for tap in self.tap_layers:
             if not 0 <= tap < len(self.blocks):
                 raise ValueError(
-                    f"tap layer {tap} does not exist: the target has blocks 0..{len(self.blocks) - 1}"
+                    f"tap layer {tap} does not exist: the target has blocks "
+                    f"0..{len(self.blocks) - 1}"
                 )
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._taps: dict[int, torch.Tensor] = {}
         self._packed = PackedLinears(model)
         if not is_proven(model):
-            self._probe()
+            probe(self)
 
     @property
     def device(self) -> torch.device:
@@ -61,25 +63,35 @@ class TargetAdapter:
     def attached(self, with_taps: bool = True) -> Iterator[TargetAdapter]:
         """Packed attention and taps are in place inside, gone outside."""
         taps = self.tap_layers if with_taps else []
-        handles = [self.blocks[tap].register_forward_hook(self._tap_hook(tap)) for tap in taps]
-        configs = [self.model.config, self.config]
+        configs = _with_sub_configs(self.model.config)
+        if not any(config is self.config for config in configs):
+            configs.append(self.config)
         before = [config._attn_implementation for config in configs]
-        was_training = self.model.training
+        handles = [self.blocks[tap].register_forward_hook(self._tap_hook(tap)) for tap in taps]
         try:
             for config in configs:
                 config._attn_implementation = attention.NAME
-            if was_training:
-                self.model.eval()
-            with self._packed.active():
+            with self.evaluating(), self._packed.active():
                 yield self
         finally:
             for handle in handles:
                 handle.remove()
+            # Parents come first: setting one also sets its sub-configs.
             for config, name in zip(configs, before, strict=True):
                 config._attn_implementation = name
-            if was_training:
-                self.model.train()
             self._taps.clear()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Eval mode inside; afterwards every module is in the mode that it was in."""
+        training = [module for module in self.model.modules() if module.training]
+        try:
+            if training:
+                self.model.eval()
+            yield
+        finally:
+            for module in training:
+                module.training = True
 
     def _tap_hook(self, tap: int):
         def hook(module: nn.Module, args, output) -> None:
@@ -94,10 +106,14 @@ class TargetAdapter:
         pool: KVPool,
         keep: torch.Tensor | None = None,
         all_hidden_states: bool = False,
+        calls: dict[int, attention.AttentionCall] | None = None,
     ) -> TargetOutput:
-        """Run packed rows. ``keep`` selects the rows whose logits are computed (None: all)."""
+        """Run packed rows. ``keep`` selects the rows whose logits are computed (None: all).
+
+        ``calls``, when given, is filled with what every layer's attention call carried.
+        """
         self._taps.clear()
-        kwargs: dict = {attention.KEYWORD: attention.PackedState(step, pool)}
+        kwargs: dict = {attention.KEYWORD: attention.PackedState(step, pool, calls)}
         if keep is not None and self._keeps_logits:
             kwargs["logits_to_keep"] = keep
         if all_hidden_states:
@@ -129,33 +145,15 @@ class TargetAdapter:
     def _hidden(out, wanted: bool) -> tuple[torch.Tensor, ...] | None:
         return tuple(layer[0] for layer in out.hidden_states) if wanted else None
 
-    @torch.no_grad()
-    def _probe(self) -> None:
-        """Refuse an unlisted family whose packed forward differs from its plain forward."""
-        length = 12
-        ids = torch.arange(length, device=self.device) % self.config.vocab_size
-        plain = self.model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0, -4:].float()
-        table, pool = PageTable(1, page_size=length), KVPool()
-        table.ensure(0, length)
-        pool.resize(table.num_slots)
-        parts = []
-        with self.attached():
-            for start, stop in ((0, length - 4), (length - 4, length)):
-                position = torch.arange(start, stop, device=self.device)
-                visible = torch.ones(
-                    stop - start, stop - start, dtype=torch.bool, device=self.device
-                ).tril()
-                step = build_step(table, [Window(0, start, 0, position, visible)], self.device)
-                parts.append(self.forward(ids[start:stop], step, pool).logits_RV)
-        packed = parts[-1].float()
-        error = (packed - plain).abs().max() / plain.std().clamp_min(1e-6)
-        limit = 1e-3 if self.dtype == torch.float32 else 0.5
-        if not error <= limit:
-            raise ValueError(
-                f"target {type(self.model).__name__} (model_type {self.config.model_type!r}) does "
-                f"not take packed rows: a packed forward differs from a plain one by {error:.2g} "
-                f"standard deviations (limit {limit}); this family is not supported"
-            )
+
+def _with_sub_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """A config and everything nested in it, parents first."""
+    found = [config]
+    for name in config.sub_configs:
+        nested = getattr(config, name, None)
+        if nested is not None:
+            found += _with_sub_configs(nested)
+    return found
 
 
 def decoder_blocks(model: PreTrainedModel) -> nn.ModuleList:

@@ -20,11 +20,23 @@ NAME = "eagle4"
 KEYWORD = "eagle4_state"
 
 
+class OutsideCallError(RuntimeError):
+    """An attention layer ran packed attention without the state of a packed forward."""
+
+
+class AttentionCall(NamedTuple):
+    """What one layer's attention call carried beside q, k and v."""
+
+    sliding_window: int | None
+    unknown: frozenset[str]  # names of arguments that were given and not used
+
+
 class PackedState(NamedTuple):
     """What one packed forward passes down to every attention layer."""
 
     step: AttentionStep
     pool: KVPool
+    calls: dict[int, AttentionCall] | None = None  # by layer, filled when given: for the probe
 
 
 def packed_attention(
@@ -43,10 +55,13 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """``[1, heads, R, D]`` in, ``[1, R, heads, D]`` out, as the attention interface asks."""
     if eagle4_state is None:
-        raise RuntimeError(
+        raise OutsideCallError(
             "the target was called from outside while eagle4 is generating with it; "
             "use a second copy of the model for concurrent calls"
         )
+    if eagle4_state.calls is not None:
+        unknown = frozenset(k for k, v in kwargs.items() if v is not None and v is not False)
+        eagle4_state.calls[module.layer_idx] = AttentionCall(sliding_window, unknown)  # type: ignore[index]
     out_RHD = attend(
         eagle4_state.pool,
         module.layer_idx,  # type: ignore[arg-type]

@@ -2,12 +2,13 @@
 
 ``PROVEN`` families are tested greedy fp32 token for token against Transformers' own `generate`
 (tests/target). ``REFUSED`` families are refused by name with what is missing. Anything else is
-probed when it is attached: a packed forward must reproduce a plain forward, else it is refused.
+probed when it is attached (probe.py): packed tree rows must reproduce plain forwards, and the
+attention calls must pass the declared windows and nothing that is not understood.
 """
 
 from __future__ import annotations
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 PROVEN = frozenset(
     {
@@ -24,6 +25,13 @@ PROVEN = frozenset(
         "gpt2",
         "gpt_neox",
         "gpt_oss",
+        "cohere2",
+        "granite",
+        "starcoder2",
+        "olmo3",
+        "mixtral",
+        "glm4",
+        "deepseek_v3",
     }
 )
 
@@ -43,11 +51,17 @@ REFUSED = {
 
 ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
+# Arguments of attention calls that change nothing for packed rows; their positions, masks and
+# causality come from the step.
+HARMLESS_ARGUMENTS = frozenset(
+    {"position_ids", "is_causal", "output_attentions", "use_cache", "cache_position"}
+)
+
 
 def check_target(model: PreTrainedModel) -> None:
     """Raise `ValueError` when the model cannot verify packed rows, naming what is missing."""
     config = model.config.get_text_config(decoder=True)
-    name = f"target {type(model).__name__} (model_type {config.model_type!r})"
+    name = describe(model)
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder; eagle4 needs a decoder-only causal LM")
     if model.get_output_embeddings() is None:
@@ -64,12 +78,47 @@ def check_target(model: PreTrainedModel) -> None:
             f"{name} cannot be a target: layer types {sorted(kinds)} are not supported; "
             f"allowed are {sorted(ATTENTION_LAYER_TYPES)}"
         )
-    if config.model_type not in PROVEN and not getattr(model, "_supports_sdpa", False):
+    _check_rope(name, config)
+    if not (model._supports_sdpa or getattr(model, "_supports_attention_backend", False)):
         raise ValueError(
             f"{name} cannot be a target: it does not use Transformers' attention interface"
         )
 
 
+def _check_rope(name: str, config: PreTrainedConfig) -> None:
+    """Refuse frequencies that depend on the longest position of the forward, in reach of it."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    for rope in nested or [parameters]:
+        switch = rope.get("original_max_position_embeddings")
+        if rope.get("rope_type") == "longrope" and config.max_position_embeddings > (switch or 0):
+            raise ValueError(
+                f"{name} cannot be a target: its longrope changes all frequencies as soon as one "
+                f"row of a forward passes position {switch}, so packed rows would disturb each "
+                f"other; to stay below, set target.config.max_position_embeddings = {switch} "
+                "after loading"
+            )
+
+
+def describe(model: PreTrainedModel) -> str:
+    """How errors name a target."""
+    kind = model.config.get_text_config(decoder=True).model_type
+    return f"target {type(model).__name__} (model_type {kind!r})"
+
+
 def is_proven(model: PreTrainedModel) -> bool:
-    """Whether the family is covered by tests; others are probed."""
-    return model.config.get_text_config(decoder=True).model_type in PROVEN
+    """Whether Transformers' own class of the family is covered by tests; others are probed.
+
+    A multimodal model around a proven decoder is not proven: its own forward comes first.
+    """
+    is_stock = type(model).__module__.startswith("transformers.models.")
+    return is_stock and model.config.model_type in PROVEN
+
+
+def declared_windows(config: PreTrainedConfig) -> list[int | None]:
+    """The sliding window of every layer as the config declares it; None is full attention."""
+    window = getattr(config, "sliding_window", None) or None
+    if getattr(config, "use_sliding_window", True) is False:
+        window = None
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]

@@ -1,22 +1,25 @@
 """The candidate head: a low-rank copy of the LM head that only has to find the likely tokens.
 
 ``W ~ E D`` with D ``[r, H]`` and E ``[V, r]``. Start: the best rank-r factors for the draft states
-that the head will meet, ``min ||(W - E D) C^{1/2}||_F`` with ``C = E[h h^T]``, from the H x H matrix
-``C^{1/2} W^T W C^{1/2}`` instead of a tall SVD (C = I is the plain truncated SVD). Then a short
-stage with everything else frozen minimises the forward KL from the full head's softmax to the
-low-rank one's: the factors only retrieve, so rank is spent on likely tokens.
+that the head will meet, ``min ||(W - E D) C^{1/2}||_F`` with C the mean of ``h h^T``, from the
+H x H matrix ``C^{1/2} W^T W C^{1/2}`` instead of a tall SVD (C = I is the plain truncated SVD).
+Then a short stage with everything else frozen minimises the forward KL from the full head's softmax
+to the low-rank one's: the factors only retrieve, so rank is spent on likely tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 from tqdm.auto import tqdm
 
 from ..drafter.model import Eagle4Drafter
 from .losses import sample_columns
+from .settings import CandidateConfig
 from .ttt import Runs, unroll
 
 
@@ -68,7 +71,7 @@ def init_candidate_head(
         states = states_RH.double()
         moment_HH = states.T @ states / len(states)
     down_RH, up_VR = low_rank_factors(
-        drafter.head.weight, drafter.config.candidate_rank, moment_HH
+        cast(nn.Linear, drafter.head).weight, drafter.config.candidate_rank, moment_HH
     )
     drafter.efficient_lm_head_down_proj.weight.copy_(down_RH)
     drafter.efficient_lm_head.weight.copy_(up_VR)
@@ -97,13 +100,8 @@ def candidate_recall(
 def train_candidate_head(
     drafter: Eagle4Drafter,
     states_RH: torch.Tensor,
-    *,
-    steps: int = 300,
-    rows: int = 512,
-    lr: float = 1e-3,
+    config: CandidateConfig,
     fixed: torch.Tensor | None = None,
-    num_sampled: int = 4096,
-    seed: int = 0,
 ) -> float:
     """Minimise KL(full head || low-rank head) over the two factors; returns the last loss.
 
@@ -112,14 +110,14 @@ def train_candidate_head(
     factors = [drafter.efficient_lm_head_down_proj.weight, drafter.efficient_lm_head.weight]
     for factor in factors:
         factor.requires_grad_(True)
-    optimizer = torch.optim.Adam(factors, lr=lr, betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.Adam(factors, lr=config.lr, betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.steps)
+    generator = torch.Generator().manual_seed(config.seed)
     loss = torch.zeros(())
-    bar = tqdm(range(steps), mininterval=10, desc="candidate head")
+    bar = tqdm(range(config.steps), mininterval=10, desc="candidate head")
     for _ in bar:
-        picked = torch.randint(len(states_RH), (rows,), generator=generator)
-        loss = _candidate_loss(drafter, states_RH[picked], fixed, num_sampled, generator)
+        picked = torch.randint(len(states_RH), (config.rows,), generator=generator)
+        loss = _candidate_loss(drafter, states_RH[picked], fixed, config.num_sampled, generator)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
@@ -143,6 +141,8 @@ def _candidate_loss(drafter, states_RH, fixed, num_sampled, generator) -> torch.
         teacher_RC = teacher_RC + bias.detach()
     student_RC = (states_RH @ down.T @ up.T + correction).float()
     return F.kl_div(
-        student_RC.log_softmax(-1), teacher_RC.log_softmax(-1), log_target=True,
+        student_RC.log_softmax(-1),
+        teacher_RC.log_softmax(-1),
+        log_target=True,
         reduction="batchmean",
     )

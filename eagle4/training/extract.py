@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import nn
 from tqdm.auto import tqdm
 
 from .features import FeatureSequence, FeatureWriter
 
 
 @contextmanager
-def tapped(target: nn.Module, tap_layers: Sequence[int]) -> Iterator[list[torch.Tensor]]:
+def tapped(target: Any, tap_layers: Sequence[int]) -> Iterator[list[torch.Tensor]]:
     """Inside the block every forward leaves the outputs of the tapped blocks in the list."""
     blocks = target.get_decoder().layers
     found: list[torch.Tensor] = [torch.empty(0)] * len(tap_layers)
@@ -38,7 +38,7 @@ def tapped(target: nn.Module, tap_layers: Sequence[int]) -> Iterator[list[torch.
 
 @torch.no_grad()
 def extract(
-    target: nn.Module, tap_layers: Sequence[int], ids: torch.Tensor
+    target: Any, tap_layers: Sequence[int], ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``taps [n-1, T, H]`` and ``last [n-1, H]`` of one sequence, bfloat16 on the CPU."""
     with tapped(target, tap_layers) as found:
@@ -49,7 +49,7 @@ def extract(
 
 
 @torch.no_grad()
-def check_head(target: nn.Module, ids: torch.Tensor) -> None:
+def check_head(target: Any, ids: torch.Tensor) -> None:
     """Raises `ValueError` unless the LM head on the decoder's last state gives the logits.
 
     Models that scale or cap their logits fail here instead of teaching something wrong.
@@ -68,7 +68,7 @@ def check_head(target: nn.Module, ids: torch.Tensor) -> None:
 
 
 def build_store(
-    target: nn.Module,
+    target: Any,
     tap_layers: Sequence[int],
     writer: FeatureWriter,
     sequences: Iterable[tuple[torch.Tensor, torch.Tensor, dict]],

@@ -12,7 +12,7 @@ without favour for the frequent tokens. Student and teacher share columns and co
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -92,7 +92,7 @@ def _one_run(head_KMH, teacher_JH, weight_CH, bias_C, row_weight_KM):
 def soft_cross_entropy(
     head_BKMH: torch.Tensor,
     teacher_BJH: torch.Tensor,
-    lm_head: torch.nn.Module,
+    lm_head: Any,
     row_weight_BKM: torch.Tensor,
     columns: Columns | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,8 @@ follows the text, not the target's best token.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..drafter.model import Eagle4Drafter
@@ -54,9 +56,9 @@ class Tally:
                 (self.chain_K, chain & valid),
                 (self.path_K, path & valid),
             ):
-                total[k] += float(value.sum())
+                total[k] += float(value.sum().detach())
 
-    def result(self) -> dict[str, float | list[float]]:
+    def result(self) -> dict[str, Any]:
         """Rates in [0, 1] by depth, KL in nats, and the two accept lengths."""
         count_K = self.valid_K.clamp_min(1)
         rates = {
@@ -79,7 +81,7 @@ class Tally:
 
 
 @torch.no_grad()
-def evaluate(drafter: Eagle4Drafter, batches: list[Runs]) -> dict[str, float | list[float]]:
+def evaluate(drafter: Eagle4Drafter, batches: list[Runs]) -> dict[str, Any]:
     """Metrics over batches of runs; depths are those of the batches."""
     tally = Tally(batches[0].token_BKM.shape[1])
     for runs in batches:

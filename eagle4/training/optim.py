@@ -8,6 +8,8 @@ bfloat16 arithmetic run several times slower than float32; here it runs in the p
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -38,34 +40,32 @@ class MuonAdamW(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.grad is not None:
                     param.mul_(1 - group["lr"] * group["weight_decay"])
-                    param.add_(update(param, group), alpha=-group["lr"])
+                    param.add_(update(param, param.grad, group), alpha=-group["lr"])
 
-    def _muon(self, param: torch.Tensor, group: dict) -> torch.Tensor:
+    def _muon(self, param: torch.Tensor, grad: torch.Tensor, group: dict) -> torch.Tensor:
         state = self.state[param]
         if not state:
             state["momentum"] = torch.zeros_like(param)
-        momentum = state["momentum"].lerp_(param.grad, 0.05)
-        nesterov = param.grad.lerp(momentum, 0.95)
+        momentum = state["momentum"].lerp_(grad, 0.05)
+        nesterov = grad.lerp(momentum, 0.95)
         return orthogonalise(nesterov).mul_(0.2 * max(param.shape) ** 0.5)
 
-    def _adamw(self, param: torch.Tensor, group: dict) -> torch.Tensor:
+    def _adamw(self, param: torch.Tensor, grad: torch.Tensor, group: dict) -> torch.Tensor:
         state, (beta1, beta2) = self.state[param], group["betas"]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["first"] = torch.zeros_like(param)
             state["second"] = torch.zeros_like(param)
         state["step"] += 1
-        first = state["first"].lerp_(param.grad, 1 - beta1)
-        second = state["second"].lerp_(param.grad.square(), 1 - beta2)
+        first = state["first"].lerp_(grad, 1 - beta1)
+        second = state["second"].lerp_(grad.square(), 1 - beta2)
         count = float(state["step"])
         denominator = (second / (1 - beta2**count)).sqrt_().add_(group["eps"])
         return first.div(denominator).div_(1 - beta1**count)
 
 
-def build_optimizer(params: dict[str, torch.Tensor], config) -> MuonAdamW:
+def build_optimizer(params: Mapping[str, torch.Tensor], config) -> MuonAdamW:
     """Groups of ``params`` for ``config.optimizer`` ``"muon"`` or ``"adamw"``."""
-    if config.optimizer not in ("muon", "adamw"):
-        raise ValueError(f"optimizer must be 'muon' or 'adamw', got {config.optimizer!r}")
     use_muon = config.optimizer == "muon"
     muon = [p for p in params.values() if p.ndim == 2 and use_muon]
     rest = [p for p in params.values() if not (p.ndim == 2 and use_muon)]

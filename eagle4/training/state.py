@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,8 +38,8 @@ def _fingerprint(config) -> dict:
 def save_state(
     folder: Path,
     state: TrainState,
-    params: dict[str, torch.Tensor],
-    ema: dict[str, torch.Tensor],
+    params: Mapping[str, torch.Tensor],
+    ema: Mapping[str, torch.Tensor],
     optimizer: torch.optim.Optimizer,
     config,
 ) -> None:
@@ -57,8 +58,8 @@ def save_state(
 
 def load_state(
     folder: Path,
-    params: dict[str, torch.Tensor],
-    ema: dict[str, torch.Tensor],
+    params: Mapping[str, torch.Tensor],
+    ema: Mapping[str, torch.Tensor],
     optimizer: torch.optim.Optimizer,
     config,
 ) -> TrainState | None:

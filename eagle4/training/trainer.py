@@ -15,7 +15,6 @@ import logging
 import math
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,56 +26,12 @@ from .features import FeatureStore
 from .losses import Columns, depth_weights, row_weights, sample_columns, soft_cross_entropy
 from .metrics import evaluate
 from .optim import build_optimizer
-from .runs import Position, RunSampler, assemble, held_out_runs, split_held_out
+from .runs import RunSampler, assemble, held_out_runs, split_held_out
+from .settings import TrainConfig
 from .state import TrainState, load_state, save_state
 from .ttt import Runs, unroll
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """How a drafter is trained.
-
-    A step takes ``batch_size`` runs of ``num_anchors`` slots through ``num_depths`` depths.
-    ``full_vocab_fraction``: the last part of training that scores the whole vocabulary; before it,
-    ``num_frequent`` + the batch's own + ``num_sampled`` random tokens. ``max_minutes`` ends a run
-    by the clock. ``ema_decay`` 0 switches the weight average off. ``max_skipped`` non-finite steps
-    end the run with an error.
-    """
-
-    steps: int = 1000
-    max_minutes: float | None = None
-    batch_size: int = 16
-    num_anchors: int = 48
-    num_depths: int = 5
-    depth_decay: float = 0.8
-    optimizer: str = "muon"
-    lr: float = 2e-3
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.0
-    warmup_fraction: float = 0.03
-    final_lr_fraction: float = 0.02
-    clip_norm: float = 1.0
-    ema_decay: float = 0.98
-    num_frequent: int = 4096
-    num_sampled: int = 2048
-    full_vocab_fraction: float = 0.1
-    held_out_fraction: float = 0.05
-    eval_every: int = 100
-    eval_runs: int = 24
-    eval_depths: int = 8
-    checkpoint_every: int = 100
-    max_skipped: int = 20
-    seed: int = 0
-
-    def __post_init__(self):
-        for name in ("steps", "batch_size", "num_anchors", "num_depths", "eval_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("full_vocab_fraction", "held_out_fraction", "warmup_fraction", "ema_decay"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
 
 
 class Trainer:
@@ -89,6 +44,11 @@ class Trainer:
         folder: str | os.PathLike,
         config: TrainConfig | None = None,
     ):
+        if drafter.config.own_lm_head:
+            raise ValueError(
+                "training scores teacher and student with the target's LM head; a drafter with "
+                "own_lm_head=True (such as a reduced-vocabulary EAGLE-3 one) cannot be trained"
+            )
         self.drafter, self.store, self.folder = drafter, store, Path(folder)
         self.config = config or TrainConfig()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -136,7 +96,7 @@ class Trainer:
 
     def columns(self, runs: Runs, progress: float) -> Columns | None:
         """Vocabulary of this step's loss; None is all of it."""
-        config, vocab = self.config, self.drafter.head.weight.shape[0]
+        config, vocab = self.config, self.drafter.config.vocab_size
         if progress >= 1 - config.full_vocab_fraction:
             return None
         if config.num_frequent + config.num_sampled >= vocab:
@@ -179,10 +139,8 @@ class Trainer:
     def _average(self) -> None:
         # a short run must not remember its random start
         decay = min(self.config.ema_decay, (1 + self.state.step) / (10 + self.state.step))
-        names = list(self.params)
-        torch._foreach_lerp_(
-            [self.ema[n] for n in names], [self.params[n] for n in names], 1 - decay
-        )
+        for name, param in self.params.items():
+            self.ema[name].lerp_(param, 1 - decay)
 
     def _skip(self, batch) -> None:
         self.state = self.state._replace(skipped=self.state.skipped + 1)
@@ -224,7 +182,7 @@ class Trainer:
         ]
 
     def evaluate(self, batches: list[Runs]) -> dict[str, Any]:
-        """Held-out metrics of the averaged weights; keeps the best weights by chain accept length."""
+        """Held-out metrics of the averaged weights; saves the best by chain accept length."""
         self._swap_average()
         metrics = evaluate(self.drafter, batches)
         if metrics["tau_chain"] > self.state.best_tau:

@@ -17,11 +17,12 @@ section 3.2; the anchored form is TorchSpec's.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch.nn import functional as F
 
+from ..drafter.block import DraftBlock
 from ..drafter.model import Eagle4Drafter
 
 
@@ -118,7 +119,7 @@ def attend_private(
 def _context_keys(
     drafter: Eagle4Drafter, token_N: torch.Tensor, fused_NH: torch.Tensor, keep_BP: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    block = drafter.layers[0]
+    block = cast(DraftBlock, drafter.layers[0])
     embed_NH = drafter.embedding(token_N).to(fused_NH.dtype)
     _, hidden = block.attention_input(fused_NH, embed_NH)
     position_N = torch.arange(keep_BP.shape[1], device=token_N.device).expand_as(keep_BP)[keep_BP]

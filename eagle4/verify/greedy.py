@@ -11,11 +11,12 @@ def verify_greedy(tree: Tree, ancestors_BNN: torch.Tensor, choice_BR: torch.Tens
     """Verdict for processed argmax tokens ``choice_BR`` of the root (column 0) and every node.
 
     A node is accepted when its token is the choice at its parent and all its ancestors are
-    accepted. Two siblings with the same token cannot both extend the path: the deepest accepted
-    node wins, the first one at equal depth.
+    accepted. A node whose own choice is unknown (-1) is not: nothing could follow it. Two siblings
+    with the same token cannot both extend the path: the deepest accepted node wins, the first one
+    at equal depth.
     """
     nodes = tree.token_BN.shape[1]
-    live_BN = tree.depth_BN > 0
+    live_BN = (tree.depth_BN > 0) & (choice_BR[:, 1:] >= 0)
     agrees_BN = live_BN & (tree.token_BN == choice_BR.gather(1, tree.parent_BN + 1))
     accepted_BN = agrees_BN & (ancestors_BNN <= agrees_BN.unsqueeze(1)).all(dim=2)
     depth_BN = torch.where(accepted_BN, tree.depth_BN, 0)

@@ -1,7 +1,8 @@
-"""Tiny random targets, stores and drafters for the training tests."""
+"""A sure-footed tiny target, and stores and drafters for it."""
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny import tiny_llama
+from transformers import LlamaForCausalLM
 
 from eagle4.config import Eagle4Config
 from eagle4.drafter.model import Eagle4Drafter
@@ -11,27 +12,15 @@ from eagle4.training.features import FeatureSequence, FeatureStore, FeatureWrite
 VOCAB, HIDDEN, TAPS = 64, 32, [0, 1, 2]
 
 
-def tiny_target(seed: int = 0, num_layers: int = 3) -> LlamaForCausalLM:
-    """A random Llama whose greedy text is not constant and whose next token is fairly sure."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.2,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=None,
-    )
-    target = LlamaForCausalLM(config).eval().requires_grad_(False)
+def tiny_target() -> LlamaForCausalLM:
+    """A random Llama whose next token is fairly sure, so that accuracy means something."""
+    target = tiny_llama(vocab=VOCAB, layers=3, hidden=HIDDEN).requires_grad_(False)
     target.lm_head.weight.mul_(4.0)
     return target
 
 
 def tiny_drafter(target, **overrides) -> Eagle4Drafter:
+    """Random weights, large enough that every part of the block matters."""
     overrides = {"tap_layers": TAPS, "intermediate_size": 48, "candidate_rank": 0, **overrides}
     torch.manual_seed(1)
     drafter = Eagle4Drafter(Eagle4Config.for_target(target.config, **overrides))

@@ -12,6 +12,7 @@ from eagle4.training.candidates import (
     train_candidate_head,
 )
 from eagle4.training.runs import assemble
+from eagle4.training.settings import CandidateConfig
 from tests.training.small import HIDDEN, tiny_drafter, tiny_store, tiny_target
 
 
@@ -67,7 +68,7 @@ def test_stage_improves_recall_and_moves_nothing_else(target, runs):
     init_candidate_head(drafter, torch.cat(states))
     kept = {n: p.clone() for n, p in drafter.named_parameters() if "efficient" not in n}
     before = candidate_recall(drafter, states)
-    train_candidate_head(drafter, torch.cat(states), steps=150, rows=64, lr=2e-2)
+    train_candidate_head(drafter, torch.cat(states), CandidateConfig(steps=150, rows=64, lr=2e-2))
     after = candidate_recall(drafter, states)
     assert sum(after) > sum(before)
     assert all(torch.equal(kept[n], p) for n, p in drafter.named_parameters() if n in kept)

@@ -43,13 +43,14 @@ def test_round_trip_and_statistics(tmp_path):
 def test_taps_are_block_outputs_and_last_reproduces_the_logits(tmp_path):
     target = tiny_target()
     ids = torch.randint(1, VOCAB, (12,))
+    hooks = [len(block._forward_hooks) for block in target.model.layers]
     taps, last = extract(target, [0, 1], ids)
+    assert hooks == [len(block._forward_hooks) for block in target.model.layers]
     out = target(ids[None, :-1], output_hidden_states=True)
     for i, layer in enumerate([0, 1]):
         wanted = out.hidden_states[layer + 1][0]
         torch.testing.assert_close(taps[:, i].float(), wanted, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(target.lm_head(last.float()), out.logits[0], rtol=5e-2, atol=5e-2)
-    assert not any(block._forward_hooks for block in target.model.layers)
 
 
 def test_a_model_that_changes_its_logits_is_refused():

@@ -4,10 +4,10 @@ beyond the end, context padding that leaks."""
 
 import pytest
 import torch
-from tests.training.small import tiny_drafter, tiny_store, tiny_target
 
 from eagle4.training.runs import assemble
 from eagle4.training.ttt import unroll
+from tests.training.small import tiny_drafter, tiny_store, tiny_target
 
 NUM_ANCHORS, NUM_DEPTHS = 7, 5
 
@@ -61,8 +61,11 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("window", [None, 1, 2, 4, 11])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "window"),
+    [("eagle4", w) for w in (None, 1, 2, 4, 11)]
+    + [(form, w) for form in FORMS if form != "eagle4" for w in (None, 3)],
+)
 def test_unrolled_equals_served(target, store, form, window):
     drafter = tiny_drafter(target, sliding_window=window, **FORMS[form])
     batch = [(0, 8), (1, 20), (2, 33)]
@@ -71,15 +74,13 @@ def test_unrolled_equals_served(target, store, form, window):
         found = unroll(drafter, runs)
         checked = 0
         for b, (index, start) in enumerate(batch):
-            for m in range(NUM_ANCHORS):
+            for m in range(0, NUM_ANCHORS, 2):
                 depths = int(runs.valid_BKM[b, :, m].sum())
                 if depths:
                     wanted = serve_one(drafter, store[index], start + m, depths)
-                    torch.testing.assert_close(
-                        found[b, :depths, m], wanted, rtol=1e-4, atol=1e-5
-                    )
+                    torch.testing.assert_close(found[b, :depths, m], wanted, rtol=1e-4, atol=1e-5)
                     checked += 1
-    assert checked >= 2 * NUM_ANCHORS + 2
+    assert checked >= NUM_ANCHORS
 
 
 def test_supervision_stays_inside_the_text(tmp_path):

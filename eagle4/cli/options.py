@@ -1,0 +1,87 @@
+"""Groups of options that several subcommands share."""
+
+from __future__ import annotations
+
+import argparse
+
+from ..evaluation.arms import ARM_NAMES
+
+
+def target_option(parser) -> None:
+    """Which model is sped up."""
+    parser.add_argument(
+        "--target",
+        default="smollm2",
+        metavar="MODEL",
+        help="hub id or folder of the target, or smollm2 for the demo model (default)",
+    )
+
+
+def arms_option(parser: argparse.ArgumentParser) -> None:
+    """Which ways of answering are compared."""
+    parser.add_argument(
+        "--arms",
+        default="transformers,plain,eagle4",
+        metavar="LIST",
+        help=f"comma-separated, of {', '.join(ARM_NAMES)} (default: the first three)",
+    )
+
+
+def model_options(parser: argparse.ArgumentParser, drafter: bool = True) -> None:
+    """Target, drafter, precision and device."""
+    group = parser.add_argument_group("models")
+    target_option(group)
+    if drafter:
+        group.add_argument(
+            "--drafter",
+            metavar="MODEL",
+            help="hub id or folder of the drafter; default with the smollm2 target: the one that "
+            "ships with the repository",
+        )
+    group.add_argument(
+        "--dtype",
+        default="auto",
+        help="auto (default: what is fast on this device), bfloat16, float16 or float32",
+    )
+    group.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
+
+
+def speculation_options(parser: argparse.ArgumentParser) -> None:
+    """Fields of `SpeculativeConfig`."""
+    group = parser.add_argument_group("speculation (the defaults are meant to be kept)")
+    group.add_argument("--mode", choices=("auto", "tree", "chain"), help="shape of the drafts")
+    group.add_argument(
+        "--max-depth", type=int, metavar="N", help="drafted tokens on a path at most"
+    )
+    group.add_argument("--top-k", type=int, metavar="N", help="children per drafted token")
+    group.add_argument("--max-nodes", type=int, metavar="N", help="drafted tokens per verification")
+
+
+def length_option(parser: argparse.ArgumentParser, default: int) -> None:
+    """How long an answer may get."""
+    parser.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=default,
+        metavar="N",
+        help=f"length of an answer at most (default {default})",
+    )
+
+
+def prompt_options(parser: argparse.ArgumentParser) -> None:
+    """What is asked, how many at a time, and where the result goes."""
+    group = parser.add_argument_group("prompts")
+    group.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="JSON lines with turns, conversations, messages or prompt; or .txt with one prompt "
+        "per line (default: four built-in prompts)",
+    )
+    group.add_argument("--limit", type=int, metavar="N", help="only the first N prompts")
+    group.add_argument(
+        "--turns", type=int, default=1, metavar="N", help="turns per conversation (default 1)"
+    )
+    group.add_argument("--batch-size", type=int, default=1, metavar="N", help="prompts per call")
+    group.add_argument(
+        "--out", metavar="PREFIX", help="write PREFIX.json and PREFIX.md (default: print only)"
+    )

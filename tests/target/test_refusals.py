@@ -1,0 +1,89 @@
+"""Catches: a model that cannot verify packed rows but is accepted, crashes late, or is refused
+without saying what is missing.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import zoo
+from transformers import AutoModel, T5Config, T5ForConditionalGeneration
+
+from eagle4 import Eagle4ForCausalLM
+from eagle4.target import TargetAdapter, check_target
+
+_MOE = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+_HYBRID = {
+    **_MOE,
+    "shared_expert_intermediate_size": 16,
+    "head_dim": 8,
+    "num_hidden_layers": 4,
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 16.0}
+_LONGROPE = {
+    "original_max_position_embeddings": 32,
+    "rope_parameters": {**_ROPE, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+}
+REFUSED = {
+    "bloom": ({"n_layer": 2, "n_head": 4, "num_hidden_layers": None}, "ALiBi"),
+    "mpt": ({"d_model": 32, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2}, "ALiBi"),
+    "falcon": ({"alibi": True, "num_key_value_heads": None}, "ALiBi"),
+    "mamba": ({"num_key_value_heads": None}, "recurrent layers"),
+    "jamba": ({"num_experts": 2}, "recurrent layers"),
+    "qwen3_next": (_HYBRID, "recurrent layers"),
+    "lfm2": ({"layer_types": ["conv", "full_attention", "conv"]}, r"layer types \['conv'\]"),
+    "llama4_text": (
+        {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 64},
+        "chunked attention",
+    ),
+    "phi3": (_LONGROPE, "longrope .* position 32"),
+    # Nothing marks these two but what their attention does.
+    "stablelm": ({}, "does not hand keyword arguments"),
+    "nemotron": ({}, "does not hand keyword arguments"),
+}
+_NO_SDPA = ("bloom", "mpt", "mamba")
+
+
+def build(model_type: str, settings: dict):
+    return zoo.build_model(
+        **{**zoo.SIZES, "model_type": model_type, **settings},
+        attention="eager" if model_type in _NO_SDPA else None,
+    )
+
+
+@pytest.mark.parametrize("model_type", list(REFUSED))
+def test_a_family_is_refused_by_name_with_what_is_missing(model_type):
+    settings, reason = REFUSED[model_type]
+    target = build(model_type, settings)
+    with pytest.raises(ValueError, match=rf"{type(target).__name__} .*'{model_type}'.*{reason}"):
+        TargetAdapter(target)
+    # The refusal left the model as it was.
+    assert target.config._attn_implementation != "eagle4"
+    assert not any(module._forward_hooks for module in target.modules())
+
+
+def test_generate_refuses_before_any_token():
+    model = Eagle4ForCausalLM(build(*("bloom", REFUSED["bloom"][0])))
+    with pytest.raises(ValueError, match="bloom.*ALiBi"):
+        model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2)
+
+
+def test_an_encoder_decoder_is_refused():
+    config = T5Config(vocab_size=zoo.VOCAB, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration.*encoder-decoder"):
+        check_target(T5ForConditionalGeneration(config))
+
+
+def test_a_model_without_a_head_is_refused():
+    with pytest.raises(ValueError, match="LlamaModel.*no LM head.*AutoModelForCausalLM"):
+        check_target(AutoModel.from_config(zoo.build("llama").config))
+
+
+def test_longrope_is_accepted_where_it_cannot_switch():
+    target = build("phi3", _LONGROPE)
+    target.config.max_position_embeddings = 32
+    check_target(target)
