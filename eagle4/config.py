@@ -161,6 +161,8 @@ class Eagle4Config(PreTrainedConfig):
             max_position_embeddings=getattr(text, "max_position_embeddings", None) or 8192,
             rope_parameters=rope_for_target(text),
             vocab_size=text.vocab_size,
+            candidate_rank=min(128, hidden),
+            num_candidates=min(128, text.vocab_size),
             num_target_layers=text.num_hidden_layers,
         )
         return cls(**{**values, **overrides})

@@ -1,8 +1,9 @@
 """`Eagle4ForCausalLM`: a target and its drafter behind Transformers' own `generate`.
 
-`GenerationMixin.generate` prepares everything (config, processors, criteria, expansion, streaming of
-the prompt) and calls `_sample`; that is where the engine takes over. What the engine cannot honour is
-refused before the first forward when speculation was asked for, and served by Transformers otherwise.
+`GenerationMixin.generate` prepares everything (config, processors, criteria, expansion, streaming
+of the prompt) and calls `_sample`; that is where the engine takes over. What the engine cannot
+honour is refused before the first forward when speculation was asked for, and served by
+Transformers otherwise.
 """
 
 from __future__ import annotations
@@ -13,28 +14,23 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.generation import GenerationConfig, GenerationMode
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .config import Eagle4Config, SpeculativeConfig
 from .drafter import Eagle4Drafter
 from .drafter.pairing import check_pair
 from .engine import Eagle4Cache, Request, Result, SpeculationStats, requests, run
+from .engine.call import Eagle4Output
 from .engine.drafting import EagleDraft
 from .harness import FixedPolicy
 from .ops import PackedLinears
-from .pair import Eagle4PairConfig
+from .pair import Eagle4PairConfig, is_pair, speculative_defaults
+from .shell import TargetShell
 from .target import TargetAdapter
 
 
-class Eagle4Output(GenerateDecoderOnlyOutput):
-    """Transformers' decoder-only output plus ``speculation`` (`SpeculationStats`)."""
-
-    speculation: SpeculationStats | None = None
-
-
-class Eagle4ForCausalLM(PreTrainedModel, GenerationMixin):
+class Eagle4ForCausalLM(TargetShell):
     """A causal LM with an attached EAGLE-4 drafter.
 
     ``Eagle4ForCausalLM(target, drafter, tokenizer=None)`` takes loaded parts; `from_pretrained`
@@ -44,12 +40,6 @@ class Eagle4ForCausalLM(PreTrainedModel, GenerationMixin):
     """
 
     config_class = Eagle4PairConfig
-    base_model_prefix = "target"
-    main_input_name = "input_ids"
-    _supports_sdpa = True
-    _supports_flash_attn = True
-    _supports_flex_attn = True
-    _supports_attention_backend = True
 
     def __init__(
         self,
@@ -72,16 +62,8 @@ class Eagle4ForCausalLM(PreTrainedModel, GenerationMixin):
         self.drafter = drafter
         self.last_speculation: SpeculationStats | None = None
         self.post_init()
-        self._set_generation_config(target.generation_config)
+        self.generation_config = speculative_defaults(target.generation_config)
         self._attach(tokenizer)
-
-    def _set_generation_config(self, like: GenerationConfig | None) -> None:
-        """A copy with a place for ``speculative``, of a kind that keeps it when it is saved."""
-        config = copy.deepcopy(like) or GenerationConfig()
-        config._from_model_config = False
-        if not hasattr(config, "speculative"):
-            config.speculative = None
-        self.generation_config = config
 
     def _attach(self, tokenizer: Any) -> None:
         target, drafter = self.target, self.drafter
@@ -94,6 +76,11 @@ class Eagle4ForCausalLM(PreTrainedModel, GenerationMixin):
         self._packed = PackedLinears(drafter) if drafter is not None else None
         self._adapter: TargetAdapter | None = None
         self._tap_layers = taps
+
+    def _adopt_generation_config(self) -> None:
+        """What was loaded for the whole holds for the target alone, too."""
+        self.target.generation_config = copy.deepcopy(self.generation_config)
+        self.generation_config = speculative_defaults(self.generation_config)
 
     @property
     def adapter(self) -> TargetAdapter:
@@ -120,64 +107,22 @@ class Eagle4ForCausalLM(PreTrainedModel, GenerationMixin):
         A single folder written by `save_pretrained` holds both. ``dtype`` and ``device`` apply to
         both parts; other keyword arguments go to the target's own `from_pretrained`.
         """
-        if drafter is None and not isinstance(target, PreTrainedModel) and _is_pair(target):
+        dtype = "auto" if dtype is None else dtype
+        if drafter is None and not isinstance(target, PreTrainedModel) and is_pair(target, kwargs):
             model = super().from_pretrained(target, *args, dtype=dtype, **kwargs)
+            model._adopt_generation_config()
             model._attach(tokenizer)
             return model if device is None else model.to(device)
-        if not isinstance(target, PreTrainedModel):
-            target = AutoModelForCausalLM.from_pretrained(
-                target, *args, dtype="auto" if dtype is None else dtype, **kwargs
-            )
+        model = target
+        if not isinstance(model, PreTrainedModel):
+            model = AutoModelForCausalLM.from_pretrained(model, *args, dtype=dtype, **kwargs)
+        if isinstance(model, cls):  # a pair whose drafter is replaced
+            model = model.target
         if device is not None:
-            target = target.to(device)
+            model = model.to(device)
         if drafter is not None and not isinstance(drafter, Eagle4Drafter):
-            drafter = Eagle4Drafter.from_pretrained(drafter)
-        return cls(target, drafter, tokenizer)
-
-    # -- what Transformers expects of a causal LM --------------------------------------------------
-
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs,
-    ):
-        """The target's own forward. The named arguments are those that `generate` looks for."""
-        return self.target(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
-
-    def _validate_model_kwargs(self, model_kwargs: dict) -> None:
-        self.target._validate_model_kwargs(model_kwargs)
-
-    def _supports_logits_to_keep(self) -> bool:
-        return self.target._supports_logits_to_keep()
-
-    def prepare_inputs_for_generation(self, *args, **kwargs):
-        return self.target.prepare_inputs_for_generation(*args, **kwargs)
-
-    def get_input_embeddings(self):
-        return self.target.get_input_embeddings()
-
-    def set_input_embeddings(self, value):
-        self.target.set_input_embeddings(value)
-
-    def get_output_embeddings(self):
-        return self.target.get_output_embeddings()
-
-    def set_output_embeddings(self, value):
-        self.target.set_output_embeddings(value)
-
-    def get_decoder(self):
-        return self.target.get_decoder()
+            drafter = Eagle4Drafter.from_pretrained(drafter, target_config=model.config)
+        return cls(model, drafter, tokenizer)
 
     def init_weights(self) -> None:
         """Nothing: both parts were initialised or loaded before they got here."""
@@ -257,7 +202,9 @@ class Eagle4ForCausalLM(PreTrainedModel, GenerationMixin):
             # Also after an error, so that nobody waits for the rest of a stream.
             if streamer is not None:
                 streamer.end()
-        return self._output(result, generation_config)
+        if generation_config.return_dict_in_generate:
+            return result.as_output(with_cache=bool(generation_config.use_cache))
+        return result.sequences
 
     def _run(self, request: Request, config: SpeculativeConfig | None) -> Result:
         policy, draft = self._speculation(config)
@@ -272,24 +219,6 @@ class Eagle4ForCausalLM(PreTrainedModel, GenerationMixin):
             return None, None
         policy = FixedPolicy(config)
         return policy, EagleDraft(self.drafter, policy)
-
-    def _output(self, result: Result, generation_config: GenerationConfig):
-        if not generation_config.return_dict_in_generate:
-            return result.sequences
-        out = Eagle4Output(
-            sequences=result.sequences,
-            scores=result.scores,
-            logits=result.logits,
-            hidden_states=result.hidden_states,
-            **{requests.CACHE_KEYWORD: result.cache if generation_config.use_cache else None},
-        )
-        out.speculation = result.stats
-        return out
-
-
-def _is_pair(path: str | os.PathLike) -> bool:
-    """Whether a folder or id holds a target and a drafter together."""
-    return AutoConfig.from_pretrained(path).model_type == Eagle4PairConfig.model_type
 
 
 AutoConfig.register(Eagle4Config.model_type, Eagle4Config, exist_ok=True)

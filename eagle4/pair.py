@@ -6,9 +6,12 @@ generation, cache and pipeline code finds vocabulary size and layer types of a c
 
 from __future__ import annotations
 
+import copy
+import os
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.generation import GenerationConfig
 
 from .config import Eagle4Config
 
@@ -34,3 +37,23 @@ class Eagle4PairConfig(PreTrainedConfig):
         self.text_config = text_config
         self.drafter_config = drafter_config
         super().__init__(**kwargs)
+
+
+def is_pair(path: str | os.PathLike, kwargs: dict[str, Any]) -> bool:
+    """Whether a folder or hub id holds a target and a drafter together.
+
+    ``kwargs`` of `from_pretrained` may say which revision, with which token, from which cache.
+    """
+    names = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trust_remote_code")
+    hub = {name: kwargs[name] for name in names if name in kwargs}
+    config = kwargs.get("config") or AutoConfig.from_pretrained(path, **hub)
+    return config.model_type == Eagle4PairConfig.model_type
+
+
+def speculative_defaults(like: GenerationConfig | None) -> GenerationConfig:
+    """A copy with a place for ``speculative``, of a kind that keeps it when it is saved."""
+    config = GenerationConfig() if like is None else copy.deepcopy(like)
+    config._from_model_config = False
+    if not hasattr(config, "speculative"):
+        config.speculative = None
+    return config

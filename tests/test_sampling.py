@@ -207,7 +207,9 @@ def test_a_processor_that_fails_below_the_root_ends_the_path_there():
     # The node that carries 3 cannot be processed: 3 is still the choice after 2.
     assert walk[1].tolist() == [2, 3, -1, -1]
     with pytest.raises(ValueError, match="empty list"):
-        process_path(constrained(1), torch.zeros(1, VOCAB), torch.tensor([1]), tokens[:0], parents[:0])
+        process_path(
+            constrained(1), torch.zeros(1, VOCAB), torch.tensor([1]), tokens[:0], parents[:0]
+        )
 
 
 def test_watermark_state_follows_one_row():

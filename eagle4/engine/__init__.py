@@ -4,7 +4,8 @@ In: prompts, processors, stopping criteria and a policy. Out: token ids, statist
 Always: a token is committed, streamed and counted in one place, one at a time.
 """
 
-from .loop import Request, Result, run
+from .call import Request, Result
+from .loop import run
 from .prefix import Eagle4Cache
 from .stats import SpeculationStats
 

@@ -96,9 +96,7 @@ def _draft(
     return trees.prune(growth.pool, plan.max_nodes, limit_B)
 
 
-def _wants_level(
-    policy: Policy, plan: Plan, growth: trees.Growth, depth_limit: list[int]
-) -> bool:
+def _wants_level(policy: Policy, plan: Plan, growth: trees.Growth, depth_limit: list[int]) -> bool:
     if growth.depth >= max(depth_limit):
         return False
     saturated = bool(trees.is_saturated(growth, plan.max_nodes).all())

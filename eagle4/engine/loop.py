@@ -7,90 +7,38 @@ commits. Whatever goes wrong on the draft side ends speculation, never the reque
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
 
 import torch
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 
 from ..harness import Policy
 from ..sampling import for_sequence
 from ..target import TargetAdapter
-from ..types import Plan, Tree
+from ..types import Tree
+from .call import Call, Request, Result
 from .commit import commit_cache, commit_tokens
-from .drafting import Draft
+from .drafting import Draft, DraftError
 from .output import Recorder, Streamer
 from .prefix import Eagle4Cache, resume
 from .reference import Verified, empty_tree, prefill, verify
 from .state import Sequence, State
-from .stats import SpeculationStats
 
 logger = logging.getLogger("eagle4")
-PLAIN = Plan(speculative=False, max_depth=0, top_k=1, max_nodes=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """One `generate` call after Transformers has prepared it.
-
-    ``input_ids [B, P]`` with ``pads`` left-padding columns per row, the first ``known`` columns
-    taken from ``cache``; ``max_length`` counts all of them and the new tokens; ``pads_finished``: a
-    finished row gets padding (Transformers pads only when an EOS is configured, otherwise rows run
-    on until the last one stops).
-    """
-
-    input_ids: torch.Tensor
-    pads: list[int]
-    processors: LogitsProcessorList
-    criteria: StoppingCriteriaList
-    max_length: int
-    pad_token: int
-    pads_finished: bool
-    max_position: int | None = None
-    streamer: object | None = None
-    cache: Eagle4Cache | None = None
-    known: int = 0
-    output_scores: bool = False
-    output_logits: bool = False
-    output_hidden_states: bool = False
-
-
-@dataclass
-class Result:
-    """Token ids ``[B, P - known + new]`` and what was asked for beside them."""
-
-    sequences: torch.Tensor
-    cache: Eagle4Cache
-    stats: SpeculationStats
-    scores: tuple[torch.Tensor, ...] | None = None
-    logits: tuple[torch.Tensor, ...] | None = None
-    hidden_states: tuple[tuple[torch.Tensor, ...], ...] | None = None
-
-
-@dataclass
-class _Run:
-    """Everything that one call carries from round to round."""
-
-    request: Request
-    target: TargetAdapter
-    policy: Policy | None
-    draft: Draft | None
-    state: State
-    recorder: Recorder
-    streamer: Streamer
-    processors: list[LogitsProcessorList]
-    stats: SpeculationStats = field(default_factory=SpeculationStats)
 
 
 @torch.no_grad()
 def run(
-    request: Request, target: TargetAdapter, policy: Policy | None = None, draft: Draft | None = None
+    request: Request,
+    target: TargetAdapter,
+    policy: Policy | None = None,
+    draft: Draft | None = None,
 ) -> Result:
     """Generate greedily. Without ``draft`` every round is plain: one row per sequence."""
     state = State(request.input_ids, request.pads, request.pad_token, request.known)
     if request.cache is not None:
         resume(request.cache, state, needs_features=draft is not None)
     batch = len(state.sequences)
-    call = _Run(
+    call = Call(
         request=request,
         target=target,
         policy=policy,
@@ -107,7 +55,7 @@ def run(
     return _result(call)
 
 
-def _generate(call: _Run) -> None:
+def _generate(call: Call) -> None:
     state = call.state
     for sequence in state.sequences:
         _reserve(call, sequence)
@@ -119,7 +67,7 @@ def _generate(call: _Run) -> None:
         call.streamer.flush()
 
 
-def _live(call: _Run) -> list[Sequence]:
+def _live(call: Call) -> list[Sequence]:
     """Rows that still need tokens.
 
     Without an EOS, Transformers keeps decoding finished rows until the last one stops; those rows
@@ -133,13 +81,13 @@ def _live(call: _Run) -> list[Sequence]:
     return [s for s in rows if s.new_tokens < longest]
 
 
-def _reserve(call: _Run, sequence: Sequence) -> None:
+def _reserve(call: Call, sequence: Sequence) -> None:
     """Contiguous room for the whole request where that is small enough to be worth it."""
     most = call.request.max_length - sequence.pad + 64
     call.state.reserve(sequence, most if most <= 4096 else sequence.length + 512)
 
 
-def _prefill(call: _Run, sequence: Sequence) -> None:
+def _prefill(call: Call, sequence: Sequence) -> None:
     stats, state = call.stats, call.state
     with stats.stage("prefill"):
         logits_RV, hidden, calls = prefill(
@@ -154,7 +102,7 @@ def _prefill(call: _Run, sequence: Sequence) -> None:
     call.recorder.add_rows(sequence, torch.tensor([0]), logits_RV, None)
 
 
-def _round(call: _Run, sequences: list[Sequence]) -> None:
+def _round(call: Call, sequences: list[Sequence]) -> None:
     state, stats = call.state, call.stats
     limits = [_depth_limit(call, sequence) for sequence in sequences]
     tree = _draft(call, sequences, limits)
@@ -181,7 +129,7 @@ def _round(call: _Run, sequences: list[Sequence]) -> None:
     stats.accepted_per_round.append(accepted)
 
 
-def _depth_limit(call: _Run, sequence: Sequence) -> int:
+def _depth_limit(call: Call, sequence: Sequence) -> int:
     """Nodes deeper than this could never be committed: the bonus fills the last place."""
     room = call.request.max_length - (sequence.pad + sequence.length) - 1
     if call.request.max_position is not None:
@@ -189,7 +137,7 @@ def _depth_limit(call: _Run, sequence: Sequence) -> int:
     return max(room, 0)
 
 
-def _draft(call: _Run, sequences: list[Sequence], limits: list[int]) -> Tree | None:
+def _draft(call: Call, sequences: list[Sequence], limits: list[int]) -> Tree | None:
     """The round's tree, or None for a plain round."""
     if call.draft is None or call.policy is None or max(limits) == 0:
         return None
@@ -201,6 +149,7 @@ def _draft(call: _Run, sequences: list[Sequence], limits: list[int]) -> Tree | N
             raise RuntimeError("the target's taps did not reach the drafter")
         with call.stats.stage("draft"):
             tree = call.draft(call.state, sequences, plan, limits, call.stats)
+        _check_tokens(tree, call.target.config.vocab_size)
     except Exception as error:  # speculation is an optimisation, never a dependency
         reason = f"{type(error).__name__}: {error}"
         if not call.stats.fallbacks:
@@ -213,8 +162,17 @@ def _draft(call: _Run, sequences: list[Sequence], limits: list[int]) -> Tree | N
     return tree
 
 
+def _check_tokens(tree: Tree, vocab_size: int) -> None:
+    """What the target could not embed must not reach it."""
+    if (
+        tree.token_BN.numel()
+        and not 0 <= int(tree.token_BN.min()) <= int(tree.token_BN.max()) < vocab_size
+    ):
+        raise DraftError("a drafted token is outside the target's vocabulary")
+
+
 def _commit_verdict(
-    call: _Run, sequence: Sequence, b: int, tree: Tree, verified: Verified, speculative: bool
+    call: Call, sequence: Sequence, b: int, tree: Tree, verified: Verified, speculative: bool
 ) -> int:
     """Commit one row's verdict; returns how many drafted nodes were kept."""
     verdict = verified.verdict
@@ -235,7 +193,7 @@ def _commit_verdict(
 
 
 def _commit(
-    call: _Run, sequence: Sequence, tokens: list[int], scores_RV: torch.Tensor, rows: list[int]
+    call: Call, sequence: Sequence, tokens: list[int], scores_RV: torch.Tensor, rows: list[int]
 ) -> int:
     """Commit tokens under the stop rules; a row that only runs on ignores them."""
     scores = call.recorder.scores
@@ -249,7 +207,7 @@ def _commit(
     return kept
 
 
-def _result(call: _Run) -> Result:
+def _result(call: Call) -> Result:
     state, recorder = call.state, call.recorder
     steps = max(s.new_tokens for s in state.sequences)
     total = state.prompt_length + steps

@@ -1,4 +1,4 @@
-"""What attention masks and position ids say about a prompt, and the tokens that only a cache knows."""
+"""What masks and position ids say about a prompt, and which tokens only a cache knows."""
 
 from __future__ import annotations
 
@@ -55,12 +55,20 @@ def num_known(
 ) -> int:
     """Columns that the mask covers before ``input_ids``: their tokens are in the cache.
 
-    Raises `ValueError` when there is no cache or when it does not hold them.
+    Raises `ValueError` when there is no cache, when it does not hold them, or when the mask is
+    shorter than the prompt.
     """
-    covered = mask.shape[1] if mask is not None else getattr(generation_config, "_mask_length", 0)
-    known = (covered or 0) - input_ids.shape[1]
-    if known <= 0:
+    # A mask of ones is dropped by `generate`, which leaves its length behind.
+    covered = (
+        mask.shape[1] if mask is not None else getattr(generation_config, "_mask_length", None)
+    )
+    known = (covered or input_ids.shape[1]) - input_ids.shape[1]
+    if known == 0:
         return 0
+    if known < 0:
+        raise ValueError(
+            f"attention_mask covers {covered} tokens but the prompt has {input_ids.shape[1]}"
+        )
     if cache is None:
         raise ValueError(
             f"attention_mask covers {covered} tokens but input_ids has {input_ids.shape[1]}; pass "

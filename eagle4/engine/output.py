@@ -92,9 +92,7 @@ class Recorder:
             return None
         steps = max(len(row) for row in self.hidden)
         layers = range(len(self.hidden[0][0]))
-        return tuple(
-            tuple(self._batched(step, layer) for layer in layers) for step in range(steps)
-        )
+        return tuple(tuple(self._batched(step, layer) for layer in layers) for step in range(steps))
 
     def _batched(self, step: int, layer: int) -> torch.Tensor:
         assert self.hidden is not None

@@ -120,7 +120,5 @@ def _tree_window(
     visible = torch.zeros(count + 1, count + 1, dtype=torch.bool, device=device)
     visible[:, 0] = True
     visible[1:, 1:] = ancestors_BNN[b, :count, :count]
-    position = torch.cat(
-        [torch.tensor([root], device=device), root + tree.depth_BN[b, :count]]
-    )
+    position = torch.cat([torch.tensor([root], device=device), root + tree.depth_BN[b, :count]])
     return Window(sequence.index, sequence.kv_length, 0, position, visible)

@@ -1,4 +1,4 @@
-"""From `generate`'s arguments to an engine request: what is served, refused, or left to Transformers.
+"""From `generate`'s arguments to an engine request: served, refused, or left to Transformers.
 
 Refusals happen before the first forward and name the argument.
 """
@@ -6,26 +6,18 @@ Refusals happen before the first forward and name the argument.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.generation import GenerationConfig
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..config import SpeculativeConfig
-from .loop import Request
+from .call import Request
 from .masks import are_default_positions, is_left_padded, left_padding, num_known
 from .prefix import Eagle4Cache
 
-# Transformers 5.24 renamed past_key_values to cache in forwards, outputs and generate.
-CACHE_KEYWORD = (
-    "cache"
-    if "cache" in inspect.signature(GenerateDecoderOnlyOutput).parameters
-    else "past_key_values"
-)
 _CACHE_NAMES = ("cache", "past_key_values")
 # What `generate` prepares for every model. Anything else would not reach the target's forward.
 _SERVED = {*_CACHE_NAMES, "attention_mask", "position_ids", "logits_to_keep", "use_cache"} | {
@@ -99,8 +91,8 @@ def _refuse(model, generation_config: GenerationConfig | None, kwargs: dict) -> 
     configs = (generation_config, model.generation_config)
     if setting("do_sample", *configs):
         raise ValueError(
-            "do_sample=True is not supported with speculative= yet; pass do_sample=False for greedy "
-            "decoding or speculative=None to sample without speculation"
+            "do_sample=True is not supported with speculative= yet; pass do_sample=False for "
+            "greedy decoding or speculative=None to sample without speculation"
         )
     for name, allowed in _SETTINGS.items():
         value = setting(name, *configs)

@@ -1,9 +1,9 @@
 """Packed CPU weights for few-row GEMMs, in place only while a generation runs.
 
 On CPUs without matrix units, the stock fp32 linear costs far more for 2..32 rows than for one,
-which eats what a tree saves. oneDNN's blocked weight layout (what Inductor's freezing also uses) makes a
-16-row call cost about what a 1-row call costs. The packed copy doubles the weight memory, so it is
-made only when it fits comfortably.
+which eats what a tree saves. oneDNN's blocked weight layout (what Inductor's freezing also uses)
+makes a 16-row call cost about what a 1-row call costs. The packed copy doubles the weight memory,
+so it is made only when it fits comfortably.
 """
 
 from __future__ import annotations

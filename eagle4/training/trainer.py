@@ -175,7 +175,9 @@ class Trainer:
 
     def _held_out_batches(self) -> list[Runs]:
         config = self.config
-        runs = held_out_runs(self.store, self.held_out, config.num_anchors)[: config.eval_runs]
+        runs = held_out_runs(self.store, self.held_out, config.num_anchors)
+        # spread over the store: answers that finished early come first and are short
+        runs = runs[:: max(1, len(runs) // config.eval_runs)][: config.eval_runs]
         return [
             assemble(self.store, runs[i : i + 8], config.num_anchors, config.eval_depths)
             for i in range(0, len(runs), 8)

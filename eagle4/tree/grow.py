@@ -1,8 +1,8 @@
 """Growing a tree level by level (EAGLE-2 dynamic drafting).
 
-Every level expands the frontier by ``top_k`` children each; the best ``top_k`` of them by path score
-are the next frontier. All children stay in the pool, because a broad shallow node may beat a deep one
-when the tree is pruned.
+Every level expands the frontier by ``top_k`` children each; the best ``top_k`` of them by path
+score are the next frontier. All children stay in the pool, because a broad shallow node may beat a
+deep one when the tree is pruned.
 """
 
 from __future__ import annotations

@@ -146,13 +146,16 @@ def commit(world: World, sequence: int, prefix: int, parents: list[int]) -> int:
     return len(path)
 
 
-@pytest.mark.parametrize("sequences", [[0], [1], [0, 1], [0, 1, 2], [1, 2], [0, 2], [2, 0], [2, 1]])
+@pytest.mark.parametrize(
+    "sequences",
+    [[0], [3], [0, 1], [0, 1, 2, 3], [2, 3], [0, 1, 3], [1, 3], [2, 0], [2, 1]],
+)
 def test_view_and_gather_agree(sequences):
     """Equally spaced sequences in order are a view, if it stays inside the pool; others are
     gathered. Same result."""
     outs = []
     for is_scattered in (False, True):
-        world = World(7, 3, is_scattered)
+        world = World(7, 4, is_scattered)
         windows = [chunk(s, 0, 4 + s) for s in sequences]
         world.forward(windows, None)
         step, out, _ = world.forward([chunk(s, 4 + s, 2 + s) for s in sequences], 5)

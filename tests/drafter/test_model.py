@@ -14,7 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from eagle4.config import Eagle4Config
 from eagle4.drafter import Eagle4Drafter
 from eagle4.drafter.head import propose_candidates, propose_full
-from tests.drafter.drafter_files import HIDDEN, VOCAB, Lender
+from tests.drafter.drafter_files import HIDDEN, VOCAB
+from tests.drafter.reference import Lender
 
 
 def build(**overrides) -> Eagle4Drafter:

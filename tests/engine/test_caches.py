@@ -1,9 +1,10 @@
-"""Catches: K/V of rejected nodes that stay, accepted nodes compacted to the wrong slots (E4), draft K/V
-computed from guessed features (E5), features attached to the wrong token, lengths that drift from the
-committed tokens, slots that are not given back (L1).
+"""Catches: K/V of rejected nodes that stay, accepted nodes compacted to the wrong slots (E4), draft
+K/V computed from guessed features (E5), features attached to the wrong token, lengths that drift
+from the committed tokens, slots that are not given back (L1).
 
-After every round both caches are compared, slot by slot, with a fresh prefill of the committed tokens:
-the target's with Transformers' own cache, the drafter's with one dense causal pass on true features.
+After every round both caches are compared, slot by slot, with a fresh prefill of the committed
+tokens: the target's with Transformers' own cache, the drafter's with one dense causal pass on true
+features.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import functools
 import pytest
 import torch
 from scripted import Liar, Mixed, Oracle, ScriptedModel, continuations, small_drafter
-from tests.engine.compare import VOCAB, eagle, plain, prompt, shared_target
 from tiny import tiny_llama
 from torch.nn import functional as F
 
@@ -22,6 +22,7 @@ from eagle4.cache import PageTable
 from eagle4.config import SpeculativeConfig
 from eagle4.engine.drafting import EagleDraft
 from eagle4.harness import FixedPolicy
+from tests.engine.compare import VOCAB, eagle, plain, prompt, shared_target
 
 TOLERANCE = dict(rtol=1e-4, atol=2e-5)
 

@@ -1,7 +1,7 @@
-"""Catches: any token that differs from plain Transformers in greedy fp32 (A1, A2, A3), whatever the
-tree, the drafter, the batch, the padding (C1, C2), the remaining budget (B3, B5), the page layout and
-the chunks of the prompt (O4); a row that depends on its neighbours or still costs when it is finished;
-an accepted path that gets shorter when the tree grows (E4).
+"""Catches: any token that differs from plain Transformers in greedy fp32 (A1, A2, A3), whatever
+the tree, the drafter, the batch, the padding (C1, C2), the remaining budget (B3, B5), the page
+layout and the chunks of the prompt (O4); a row that depends on its neighbours or still costs when
+it is finished; an accepted path that gets shorter when the tree grows (E4).
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ import random
 import pytest
 import torch
 from scripted import Oracle, ScriptedModel, continuations, small_drafter
+from tiny import tiny_llama
+
+from eagle4 import Eagle4ForCausalLM, SpeculativeConfig
+from eagle4.cache import PageTable
 from tests.engine.compare import (
     DRAFTERS,
     VOCAB,
@@ -23,10 +27,6 @@ from tests.engine.compare import (
     prompt,
     shared_target,
 )
-from tiny import tiny_llama
-
-from eagle4 import Eagle4ForCausalLM, SpeculativeConfig
-from eagle4.cache import PageTable
 
 PROMPTS = [[1], [2], [17], [1, 17, 2], [5, 3, 9], [2, 2, 2]]
 
@@ -48,9 +48,7 @@ def test_random_trees(seed, drafter):
     target = shared_target(seed=seed % 2)
     new = source.randint(9, 18)
     model = model_with(drafter, target, inputs, new)
-    stats = assert_identical(
-        model, inputs, max_new_tokens=new, speculative=random_config(source)
-    )
+    stats = assert_identical(model, inputs, max_new_tokens=new, speculative=random_config(source))
     accepted = sum(map(sum, stats.accepted_per_round))
     if drafter == "oracle":
         assert accepted > 0
@@ -214,7 +212,9 @@ def test_a_bigger_tree_never_accepts_less_in_the_first_round():
     assert first == sorted(first)
 
 
-@pytest.mark.parametrize("overrides", [{"eh_proj": False}, {"sliding_window": 6}, {"use_rope": False}])
+@pytest.mark.parametrize(
+    "overrides", [{"eh_proj": False}, {"sliding_window": 6}, {"use_rope": False}]
+)
 def test_drafters_of_every_structure(overrides):
     target = shared_target()
     model = Eagle4ForCausalLM(target, small_drafter(target, **overrides))

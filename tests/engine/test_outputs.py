@@ -8,6 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 from scripted import Liar, Oracle, ScriptedModel, continuations, small_drafter
+
+from eagle4 import Eagle4ForCausalLM
+from eagle4.engine import SpeculationStats
 from tests.engine.compare import (
     DRAFTERS,
     VOCAB,
@@ -18,9 +21,6 @@ from tests.engine.compare import (
     prompt,
     shared_target,
 )
-
-from eagle4 import Eagle4ForCausalLM
-from eagle4.engine import SpeculationStats
 
 NEW = 12
 EVERYTHING = dict(
@@ -54,7 +54,9 @@ def assert_outputs_equal(got, wanted, inputs, eos: list[int]) -> None:
             torch.testing.assert_close(mine[step][rows], theirs[step][rows], **TOLERANCE)
     assert len(got.hidden_states) == len(wanted.hidden_states) == steps
     kept = inputs["attention_mask"].bool()
-    for step, (mine, theirs) in enumerate(zip(got.hidden_states, wanted.hidden_states, strict=True)):
+    for step, (mine, theirs) in enumerate(
+        zip(got.hidden_states, wanted.hidden_states, strict=True)
+    ):
         assert len(mine) == len(theirs)
         rows = [row for row, end in enumerate(ends) if step < end]
         for a, b in zip(mine, theirs, strict=True):

@@ -10,6 +10,15 @@ from typing import Any
 import pytest
 import torch
 from scripted import Oracle, ScriptedModel, continuations, small_drafter
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    SynthIDTextWatermarkingConfig,
+    WatermarkingConfig,
+)
+
+from eagle4 import Eagle4ForCausalLM
 from tests.engine.compare import (
     DRAFTERS,
     VOCAB,
@@ -20,15 +29,6 @@ from tests.engine.compare import (
     prompt,
     shared_target,
 )
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    RepetitionPenaltyLogitsProcessor,
-    SynthIDTextWatermarkingConfig,
-    WatermarkingConfig,
-)
-
-from eagle4 import Eagle4ForCausalLM
 
 NEW = 14
 LENGTHS = [6, 1, 4]
@@ -61,7 +61,9 @@ RULES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("name", "drafter"),
     [(name, drafter) for name in RULES for drafter in ("mixed", "random")]
-    + [(name, drafter) for name in ("repetition", "ngram", "all") for drafter in ("oracle", "liar")],
+    + [
+        (name, drafter) for name in ("repetition", "ngram", "all") for drafter in ("oracle", "liar")
+    ],
 )
 def test_greedy_identity_with_processors(name, drafter):
     inputs = prompt(LENGTHS, extra=1)
@@ -100,7 +102,7 @@ def test_length_rules_count_from_the_prompt(drafter):
 
 
 class Brackets:
-    """Tokens 1 and 2 are brackets and must balance; the row of the batch decides the other tokens."""
+    """Tokens 1 and 2 are brackets that must balance; the row of the batch decides the rest."""
 
     def __init__(self, starts: list[int]):
         self.starts = starts
@@ -183,7 +185,10 @@ def test_a_stateful_processor_is_called_as_in_plain_decoding(drafter):
     target = shared_target()
     reference = Diary()
     wanted = target.generate(
-        **inputs, do_sample=False, max_new_tokens=NEW, logits_processor=LogitsProcessorList([reference])
+        **inputs,
+        do_sample=False,
+        max_new_tokens=NEW,
+        logits_processor=LogitsProcessorList([reference]),
     )
     model = Eagle4ForCausalLM(target, small_drafter(target))
     if drafter == "oracle":

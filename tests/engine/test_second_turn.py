@@ -1,6 +1,7 @@
-"""Catches: a returned cache that gives other text when it is handed back (B7), that is trusted although
-the conversation was edited, that is handed to another batch, that costs a full prefill (E9), that
-differs from Transformers' own when it is converted, or that a foreign cache is taken for.
+"""Catches: a returned cache that gives other text when it is handed back (B7), that is trusted
+although the conversation was edited, that is handed to another batch, that costs a full prefill
+(E9), that differs from Transformers' own when it is converted, or that a foreign cache is taken
+for.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from scripted import small_drafter
-from tests.engine.compare import VOCAB, count_target_rows, eagle, plain, prompt, shared_target
 from transformers import DynamicCache
 
 from eagle4 import Eagle4ForCausalLM
 from eagle4.engine import Eagle4Cache
-from eagle4.engine.requests import CACHE_KEYWORD
+from eagle4.engine.call import CACHE_KEYWORD
+from tests.engine.compare import VOCAB, count_target_rows, eagle, plain, prompt, shared_target
 
 FIRST, SECOND = 9, 8
 LENGTHS = {"one row": [6], "batch": [6, 2, 4]}
@@ -49,7 +50,9 @@ def first_turn(model, lengths, speculative="eagle4", extra=1, **kwargs):
     return inputs, out
 
 
-@pytest.mark.parametrize("modes", [("eagle4", "eagle4"), ("eagle4", None), (None, "eagle4"), (None, None)])
+@pytest.mark.parametrize(
+    "modes", [("eagle4", "eagle4"), ("eagle4", None), (None, "eagle4"), (None, None)]
+)
 @pytest.mark.parametrize("lengths", list(LENGTHS))
 def test_full_ids_with_the_cache_equal_one_shot(lengths, modes):
     model = eagle_model()
@@ -99,7 +102,8 @@ def test_new_ids_with_the_full_mask_behave_as_in_transformers(lengths, speculati
     inputs, out = first_turn(model, LENGTHS[lengths])
     theirs = plain(model, inputs, max_new_tokens=FIRST, return_dict_in_generate=True)
     whole = longer(inputs, out.sequences)
-    known = out.sequences.shape[1]
+    # The cache lacks the last token, so Transformers needs it among the new ones.
+    known = out.sequences.shape[1] - 1
     new = {"input_ids": whole["input_ids"][:, known:], "attention_mask": whole["attention_mask"]}
     end = int(plain(model, whole, max_new_tokens=SECOND)[0, -4])
     for rules in (
@@ -175,7 +179,8 @@ def test_a_batch_in_which_a_row_ended_early():
     """Transformers pads the finished row, and the padding is part of the next prompt."""
     model = eagle_model()
     inputs = prompt([6, 3])
-    eos = int(plain(model, inputs, max_new_tokens=FIRST)[0, 6 + 2])
+    produced = plain(model, inputs, max_new_tokens=FIRST)[:, 6:]
+    eos = next(int(t) for t in produced[0, 1:] if t not in produced[1])
     rules = dict(eos_token_id=eos, pad_token_id=0)
     inputs, out = first_turn(model, [6, 3], extra=0, **rules)
     assert (out.sequences[0, -3:] == 0).all()
@@ -222,8 +227,9 @@ def test_masks_that_no_cache_covers_are_refused():
 
 def test_a_cache_after_a_failed_call_is_still_right():
     """A criterion breaks in mid-block; the cache it was working on is handed in again."""
-    from tests.engine.test_streaming import Failing
     from transformers import StoppingCriteriaList
+
+    from tests.engine.test_streaming import Failing
 
     model = eagle_model()
     inputs, out = first_turn(model, [6], extra=0)

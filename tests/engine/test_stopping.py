@@ -1,6 +1,6 @@
 """Catches: a stop inside an accepted block that is overshot or missed (D1, D2, D6), text, ids and
-scores that disagree about the end (D4), a budget overrun (B3), a missing EOS that crashes (B1), rows
-of a batch that stop at each other's end, criteria shown the wrong tokens or scores.
+scores that disagree about the end (D4), a budget overrun (B3), a missing EOS that crashes (B1),
+rows of a batch that stop at each other's end, criteria shown the wrong tokens or scores.
 """
 
 from __future__ import annotations
@@ -10,6 +10,10 @@ import time
 import pytest
 import torch
 from scripted import Mixed, Oracle, ScriptedModel, continuations
+from tiny import tiny_llama
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
+
 from tests.engine.compare import (
     DRAFTERS,
     VOCAB,
@@ -20,9 +24,6 @@ from tests.engine.compare import (
     prompt,
     shared_target,
 )
-from tiny import tiny_llama
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
 
 LENGTHS, NEW = [6, 1, 4], 12
 CONFIG = {"max_depth": 5, "top_k": 2, "max_nodes": 10}
@@ -118,7 +119,7 @@ def piece_tokenizer() -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize("drafter", ["oracle", "mixed", "random"])
 @pytest.mark.parametrize("width", [1, 2, 3])
 def test_stop_strings_that_span_tokens(width, drafter):
-    """The text of 1-3 tokens, ending at every depth; also one that begins and ends inside tokens."""
+    """The text of 1-3 tokens, ending at every depth; also one that begins and ends in a token."""
     tokenizer = piece_tokenizer()
     inputs = prompt([5])
     model = model_with(drafter, shared_target(), inputs)

@@ -1,6 +1,6 @@
-"""Catches: rejected tokens or whole blocks put into a streamer (P3), tokens after EOS or after a stop
-string, an end() that is missing (a reader waits for ever) or comes twice, streams of batches in another
-shape or order than plain decoding's, text that differs from the returned ids (P2, P4).
+"""Catches: rejected tokens or whole blocks put into a streamer (P3), tokens after EOS or after a
+stop string, an end() that is missing (a reader waits for ever) or comes twice, streams of batches
+in another shape or order than plain decoding's, text that differs from the returned ids (P2, P4).
 """
 
 from __future__ import annotations
@@ -9,6 +9,15 @@ import threading
 
 import pytest
 import torch
+from tiny import tiny_tokenizer
+from transformers import (
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+    TextStreamer,
+)
+from transformers.generation.streamers import BaseStreamer
+
 from tests.engine.compare import (
     DRAFTERS,
     VOCAB,
@@ -18,14 +27,6 @@ from tests.engine.compare import (
     prompt,
     shared_target,
 )
-from tiny import tiny_tokenizer
-from transformers import (
-    StoppingCriteria,
-    StoppingCriteriaList,
-    TextIteratorStreamer,
-    TextStreamer,
-)
-from transformers.generation.streamers import BaseStreamer
 
 NEW = 12
 
@@ -84,9 +85,7 @@ class AtLength(StoppingCriteria):
 def test_rows_that_run_on_after_a_criterion_stream_in_order(drafter):
     inputs = prompt([6, 1, 4])
     model = model_with(drafter, shared_target(), inputs)
-    kwargs = dict(
-        max_new_tokens=NEW, stopping_criteria=StoppingCriteriaList([AtLength(9, 13, 7)])
-    )
+    kwargs = dict(max_new_tokens=NEW, stopping_criteria=StoppingCriteriaList([AtLength(9, 13, 7)]))
     _, wanted = stream(plain, model, inputs, **kwargs)
     _, puts = stream(eagle, model, inputs, **kwargs)
     assert [put.tolist() for put in puts] == [put.tolist() for put in wanted]

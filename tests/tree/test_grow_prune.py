@@ -1,7 +1,7 @@
-"""Catches: a node selected without its parent, a better node left out, ties that break a path apart,
-children attributed to the wrong parent, a tree that is not depth first with the best child first,
-drafting stopped early (or not at all) by a wrong saturation rule, depth limits of one sequence that
-leak into another, padding slots that look like nodes.
+"""Catches: a node selected without its parent, a better node left out, ties that break a path
+apart, children attributed to the wrong parent, a tree that is not depth first with the best child
+first, drafting stopped early (or not at all) by a wrong saturation rule, depth limits of one
+sequence that leak into another, padding slots that look like nodes.
 
 The reference is EAGLE-2 written as plain Python over lists.
 """
@@ -36,7 +36,9 @@ class Law:
     def __call__(self, path: tuple[int, ...]) -> list[tuple[int, float]]:
         source = random.Random(f"{self.seed}{path}")
         tokens = source.sample(range(1, 90), self.top_k)
-        draw = (lambda: source.choice(self.steps)) if self.steps else (lambda: source.uniform(-2, 0))
+        draw = (
+            (lambda: source.choice(self.steps)) if self.steps else (lambda: source.uniform(-2, 0))
+        )
         return list(zip(tokens, sorted((draw() for _ in tokens), reverse=True), strict=True))
 
     def candidates(self, paths: list[tuple[int, ...]]) -> Candidates:
@@ -51,14 +53,16 @@ def grow(laws: list[Law], levels: int, max_depth: int):
     """The implementation, level by level; yields the growth after every level."""
     top_k = laws[0].top_k
     roots = [law.candidates([()]) for law in laws]
-    growth = start(Candidates(*(torch.cat(parts) for parts in zip(*roots))), max_depth, top_k)
+    growth = start(
+        Candidates(*(torch.cat(parts) for parts in zip(*roots, strict=True))), max_depth, top_k
+    )
     yield growth
     for _ in range(levels - 1):
         rows = [
             law.candidates([path_of(growth.pool, b, int(i)) for i in growth.frontier_BK[b]])
             for b, law in enumerate(laws)
         ]
-        joined = Candidates(*(torch.cat(parts) for parts in zip(*rows)))
+        joined = Candidates(*(torch.cat(parts) for parts in zip(*rows, strict=True)))
         growth = extend(growth, joined, top_k)
         yield growth
 
@@ -170,9 +174,7 @@ def test_not_saturated_means_that_a_certain_child_would_enter(top_k, max_nodes):
     for growth in grow(laws, levels, levels + 1):
         done = is_saturated(growth, max_nodes)
         rows = len(laws) * growth.frontier_BK.shape[1]
-        certain = Candidates(
-            torch.arange(91, 91 + top_k).repeat(rows, 1), torch.zeros(rows, top_k)
-        )
+        certain = Candidates(torch.arange(91, 91 + top_k).repeat(rows, 1), torch.zeros(rows, top_k))
         before = prune(growth.pool, max_nodes, limit)
         after = prune(extend(growth, certain, top_k).pool, max_nodes, limit)
         for b in range(len(laws)):
@@ -184,7 +186,9 @@ def test_not_saturated_means_that_a_certain_child_would_enter(top_k, max_nodes):
 
 def test_a_rounded_probability_above_one_does_not_lift_a_child_over_its_parent():
     growth = start(Candidates(torch.tensor([[1, 2]]), torch.tensor([[-1.0, -1.0]])), 2, 2)
-    children = Candidates(torch.tensor([[3, 4], [5, 6]]), torch.tensor([[1e-7, -9.0], [1e-7, -9.0]]))
+    children = Candidates(
+        torch.tensor([[3, 4], [5, 6]]), torch.tensor([[1e-7, -9.0], [1e-7, -9.0]])
+    )
     pool = extend(growth, children, 2).pool
     tree = prune(pool, 2, torch.tensor([2]))
     assert_well_formed(tree)

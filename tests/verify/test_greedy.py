@@ -1,6 +1,7 @@
-"""Catches: a branch accepted that is not the target's argmax (A3), a crash on empty, single, chain or
-star trees (B4), an accepted path broken by duplicate siblings, padding taken for a node, a bonus read
-from the wrong row, rows of a batch that influence each other, a bigger tree that accepts less (E4).
+"""Catches: a branch accepted that is not the target's argmax (A3), a crash on empty, single, chain
+or star trees (B4), an accepted path broken by duplicate siblings, padding taken for a node, a
+bonus read from the wrong row, rows of a batch that influence each other, a bigger tree that
+accepts less (E4).
 
 Every tree of at most six nodes is tried, against a recursive walk.
 """

@@ -1,0 +1,96 @@
+"""What goes into one generation, comes out of it, and is carried from round to round."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+
+import torch
+from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from ..harness import Policy
+from ..target import TargetAdapter
+from .drafting import Draft
+from .output import Recorder, Streamer
+from .prefix import Eagle4Cache
+from .state import State
+from .stats import SpeculationStats
+
+# Transformers 5.24 renamed past_key_values to cache in forwards, outputs and generate.
+CACHE_KEYWORD = (
+    "cache"
+    if "cache" in inspect.signature(GenerateDecoderOnlyOutput).parameters
+    else "past_key_values"
+)
+
+
+class Eagle4Output(GenerateDecoderOnlyOutput):
+    """Transformers' decoder-only output plus ``speculation`` (`SpeculationStats`)."""
+
+    speculation: SpeculationStats | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One `generate` call after Transformers has prepared it.
+
+    ``input_ids [B, P]`` with ``pads`` left-padding columns per row, the first ``known`` columns
+    taken from ``cache``; ``max_length`` counts all of them and the new tokens; ``pads_finished``: a
+    finished row gets padding (Transformers pads only when an EOS is configured, otherwise rows run
+    on until the last one stops).
+    """
+
+    input_ids: torch.Tensor
+    pads: list[int]
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    max_length: int
+    pad_token: int
+    pads_finished: bool
+    max_position: int | None = None
+    streamer: object | None = None
+    cache: Eagle4Cache | None = None
+    known: int = 0
+    output_scores: bool = False
+    output_logits: bool = False
+    output_hidden_states: bool = False
+
+
+@dataclass
+class Result:
+    """Token ids ``[B, P - known + new]`` and what was asked for beside them."""
+
+    sequences: torch.Tensor
+    cache: Eagle4Cache
+    stats: SpeculationStats
+    scores: tuple[torch.Tensor, ...] | None = None
+    logits: tuple[torch.Tensor, ...] | None = None
+    hidden_states: tuple[tuple[torch.Tensor, ...], ...] | None = None
+
+    def as_output(self, with_cache: bool) -> Eagle4Output:
+        """For `generate` with ``return_dict_in_generate``."""
+        out = Eagle4Output(
+            sequences=self.sequences,
+            scores=self.scores,
+            logits=self.logits,
+            hidden_states=self.hidden_states,
+            **{CACHE_KEYWORD: self.cache if with_cache else None},
+        )
+        out.speculation = self.stats
+        return out
+
+
+@dataclass
+class Call:
+    """Everything that one call carries from round to round."""
+
+    request: Request
+    target: TargetAdapter
+    policy: Policy | None
+    draft: Draft | None
+    state: State
+    recorder: Recorder
+    streamer: Streamer
+    processors: list[LogitsProcessorList]
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
