@@ -25,9 +25,9 @@ from .engine.call import Eagle4Output
 from .engine.drafting import EagleDraft
 from .harness import FixedPolicy
 from .ops import PackedLinears
-from .pair import Eagle4PairConfig, is_pair, speculative_defaults
+from .pair import Eagle4PairConfig, check_complete, is_pair, speculative_defaults
 from .shell import TargetShell
-from .target import TargetAdapter
+from .target import TargetAdapter, check_target
 
 
 class Eagle4ForCausalLM(TargetShell):
@@ -67,6 +67,7 @@ class Eagle4ForCausalLM(TargetShell):
 
     def _attach(self, tokenizer: Any) -> None:
         target, drafter = self.target, self.drafter
+        check_target(target)
         if drafter is not None:
             check_pair(drafter.config, target.config, tokenizer)
             embed = target.get_input_embeddings()
@@ -109,7 +110,9 @@ class Eagle4ForCausalLM(TargetShell):
         """
         dtype = "auto" if dtype is None else dtype
         if drafter is None and not isinstance(target, PreTrainedModel) and is_pair(target, kwargs):
-            model = super().from_pretrained(target, *args, dtype=dtype, **kwargs)
+            kwargs["output_loading_info"] = True
+            model, info = super().from_pretrained(target, *args, dtype=dtype, **kwargs)
+            check_complete(target, info)
             model._adopt_generation_config()
             model._attach(tokenizer)
             return model if device is None else model.to(device)
@@ -123,6 +126,13 @@ class Eagle4ForCausalLM(TargetShell):
         if drafter is not None and not isinstance(drafter, Eagle4Drafter):
             drafter = Eagle4Drafter.from_pretrained(drafter, target_config=model.config)
         return cls(model, drafter, tokenizer)
+
+    def save_pretrained(self, *args, **kwargs):
+        """Transformers' own; a `SpeculativeConfig` among the defaults is written as its fields."""
+        value = getattr(self.generation_config, "speculative", None)
+        if isinstance(value, SpeculativeConfig):
+            self.generation_config.speculative = requests.serialise(value)
+        return super().save_pretrained(*args, **kwargs)
 
     def init_weights(self) -> None:
         """Nothing: both parts were initialised or loaded before they got here."""

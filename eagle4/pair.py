@@ -50,6 +50,17 @@ def is_pair(path: str | os.PathLike, kwargs: dict[str, Any]) -> bool:
     return config.model_type == Eagle4PairConfig.model_type
 
 
+def check_complete(path: str | os.PathLike, info: dict[str, Any]) -> None:
+    """Raise `ValueError` when a loaded pair lacks tensors or found others than its own.
+
+    Transformers would initialise what is missing at random and only warn.
+    """
+    kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
+    wrong = [f"{kind}: {sorted(map(str, info[kind]))}" for kind in kinds if info.get(kind)]
+    if wrong:
+        raise ValueError(f"{path} does not hold the pair that its config describes; {wrong}")
+
+
 def speculative_defaults(like: GenerationConfig | None) -> GenerationConfig:
     """A copy with a place for ``speculative``, of a kind that keeps it when it is saved."""
     config = GenerationConfig() if like is None else copy.deepcopy(like)

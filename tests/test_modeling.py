@@ -1,7 +1,7 @@
 """Catches: a model that is not as it was after a generation or an error in one (tensors, hooks,
-attention choice, training mode; invariant 10, L1, L2), parts that stop fitting together after `.to`,
-a drafter for another target accepted, Transformers' own entry points (forward, embeddings, Auto
-classes) that behave otherwise than the target's.
+attention choice, training mode; invariant 10, L1, L2), parts that stop fitting together after
+`.to`, a drafter for another target accepted, Transformers' own entry points (forward, embeddings,
+Auto classes) that behave otherwise than the target's.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import gc
 import pytest
 import torch
 from scripted import Liar, ScriptedModel, continuations, small_drafter
-from tests.engine.compare import VOCAB, assert_identical, eagle, plain, prompt
 from tiny import tiny_llama, tiny_tokenizer
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from eagle4 import Eagle4Config, Eagle4Drafter, Eagle4ForCausalLM
+from tests.engine.compare import VOCAB, assert_identical, eagle, plain, prompt
 
 NEW = 8
 

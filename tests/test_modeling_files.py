@@ -1,5 +1,6 @@
-"""Catches: a saved pair that comes back with other bits, untied weights, another generation config or
-without its drafter; loading by Auto class, by two folders, by one; dtypes that part the pair (I4).
+"""Catches: a saved pair that comes back with other bits, untied weights, another generation config
+or without its drafter; loading by Auto class, by two folders, by one; dtypes that part the pair
+(I4).
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from scripted import small_drafter
-from tests.engine.compare import VOCAB, assert_identical, eagle, plain, prompt
 from tiny import tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 import eagle4.pair
 from eagle4 import Eagle4ForCausalLM, SpeculativeConfig
+from tests.engine.compare import VOCAB, assert_identical, eagle, plain, prompt
 
 NEW = 8
 INPUTS = prompt([6, 2])
@@ -31,7 +32,9 @@ def assert_same_pair(a: Eagle4ForCausalLM, b: Eagle4ForCausalLM) -> None:
     mine, theirs = a.state_dict(), b.state_dict()
     assert mine.keys() == theirs.keys()
     for name in mine:
-        assert mine[name].dtype == theirs[name].dtype and torch.equal(mine[name], theirs[name]), name
+        assert mine[name].dtype == theirs[name].dtype and torch.equal(mine[name], theirs[name]), (
+            name
+        )
     runs = []
     for model in (a, b):
         out = eagle(model, INPUTS, max_new_tokens=NEW)

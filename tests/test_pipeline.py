@@ -11,6 +11,7 @@ from tiny import tiny_llama, tiny_tokenizer
 from transformers import TextStreamer, pipeline
 
 from eagle4 import Eagle4ForCausalLM
+from tests.engine.compare import piece_tokenizer
 
 VOCAB = 48
 TEXTS = ["w1 w5 w9 w2", "w7", "w3 w3 w8 w11 w30 w2 w6"]
@@ -92,12 +93,22 @@ def test_speculative_given_when_the_pipeline_is_made(model, word_tokenizer, pipe
     assert_drafted(model)
 
 
-def test_stop_sequence_and_streamer(model, word_tokenizer, pipes, capsys):
+def test_a_stop_sequence(model):
+    tokenizer = piece_tokenizer(VOCAB)
+    plain, pair = (
+        pipeline("text-generation", model=part, tokenizer=tokenizer)
+        for part in (model.target, model)
+    )
+    text = "abc ef dad"
+    whole = plain(text, return_full_text=False, **GREEDY)[0]["generated_text"]
+    kwargs = dict(stop_sequence=whole[2:4], **GREEDY)
+    got = pair(text, speculative="eagle4", **kwargs)
+    assert got == plain(text, **kwargs) != plain(text, **GREEDY)
+
+
+def test_a_streamer(word_tokenizer, pipes, capsys):
     plain, pair = pipes
     wanted = plain(TEXTS[0], return_full_text=False, **GREEDY)[0]["generated_text"]
-    stop = wanted.split()[3]
-    got = pair(TEXTS[0], speculative="eagle4", stop_sequence=stop, **GREEDY)
-    assert got == plain(TEXTS[0], stop_sequence=stop, **GREEDY)
     streamer = TextStreamer(word_tokenizer, skip_prompt=True, skip_special_tokens=True)
     capsys.readouterr()
     pair(TEXTS[0], speculative="eagle4", streamer=streamer, **GREEDY)

@@ -23,8 +23,7 @@ def commit_tokens(
     """Append tokens one by one until a criterion fires; returns how many were kept (at least 1).
 
     ``score_rows [len(tokens), V]`` are appended to ``scores`` in step, so a criterion that reads
-    scores sees one entry per token. Criteria are shown the row at its place in a batch, repeated
-    to the batch's size: they may hold one limit per row.
+    scores sees one entry per token.
     """
     batch = len(state.sequences)
     for kept, token in enumerate(tokens, start=1):
@@ -33,11 +32,34 @@ def commit_tokens(
         if scores is not None and score_rows is not None:
             scores.append(score_rows[kept - 1].expand(batch, -1))
             seen = tuple(scores)
-        ids = state.history(sequence).expand(batch, -1)
-        if bool(criteria(ids, seen)[sequence.index]):  # type: ignore[arg-type]
+        if _stops(criteria, state.history(sequence), seen, sequence.index, batch):
             sequence.done = True
             return kept
     return len(tokens)
+
+
+def _stops(
+    criteria: StoppingCriteriaList,
+    ids_T: torch.Tensor,
+    scores: tuple[torch.Tensor, ...] | None,
+    row: int,
+    batch: int,
+) -> bool:
+    """Whether any criterion stops the row; all are asked, as in Transformers.
+
+    A user's criterion is shown the row at its place in a batch, repeated to the batch's size: it
+    may hold one limit per row. Transformers' own judge every row alike, so one is enough.
+    """
+    own = [type(c).__module__.startswith("transformers.") for c in criteria]
+    fired = False
+    for rows, is_own in ((1, True), (batch, False)):
+        chosen = StoppingCriteriaList(
+            c for c, mine in zip(criteria, own, strict=True) if mine is is_own
+        )
+        if chosen:
+            answer = chosen(ids_T.expand(rows, -1), scores)  # type: ignore[arg-type]
+            fired |= bool(answer[0 if is_own else row].any())
+    return fired
 
 
 def commit_cache(

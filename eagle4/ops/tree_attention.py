@@ -35,12 +35,12 @@ def tree_attention(
     query = query_BMHD.unflatten(2, (heads_kv, groups)).permute(0, 2, 3, 1, 4)
     query = query.reshape(batch, heads_kv, groups * most, width)
     mask = visible_BML.repeat(1, groups, 1).unsqueeze(1)
-    scale = width**-0.5 if scale is None else scale
+    factor = float(width) ** -0.5 if scale is None else scale
     if softcap is None and sinks_H is None:
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=factor)
     else:
         sinks = None if sinks_H is None else sinks_H.view(heads_kv, groups)
-        out = _explicit(query, key, value, mask, scale, softcap, sinks)
+        out = _explicit(query, key, value, mask, factor, softcap, sinks)
     return out.unflatten(2, (groups, most)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 

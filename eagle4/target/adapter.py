@@ -53,11 +53,11 @@ class TargetAdapter:
 
     @property
     def device(self) -> torch.device:
-        return self.model.get_input_embeddings().weight.device
+        return self.model.get_input_embeddings().weight.device  # type: ignore[return-value]
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.model.get_input_embeddings().weight.dtype
+        return self.model.get_input_embeddings().weight.dtype  # type: ignore[return-value]
 
     @contextmanager
     def attached(self, with_taps: bool = True) -> Iterator[TargetAdapter]:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from scripted import Liar, Mixed, Oracle, ScriptedModel, continuations, small_drafter
 from tiny import tiny_llama
-from transformers import LlamaForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eagle4 import Eagle4ForCausalLM
 
@@ -89,3 +90,16 @@ def count_target_rows(monkeypatch) -> list[int]:
 
     monkeypatch.setattr(TargetAdapter, "forward", counted)
     return rows
+
+
+def piece_tokenizer(vocab: int = VOCAB) -> PreTrainedTokenizerFast:
+    """Byte-level pieces of one to three letters, with and without a space before them."""
+    alphabet = list("abcdefĠ")
+    merges = [("a", "b"), ("c", "d"), ("Ġ", "a"), ("e", "f"), ("b", "c"), ("ab", "c"), ("Ġ", "cd")]
+    merges += [("f", "a"), ("Ġ", "Ġ"), ("d", "e"), ("Ġ", "ef"), ("d", "Ġ"), ("fa", "b"), ("e", "e")]
+    tokens = ["<pad>", *alphabet, *("".join(pair) for pair in merges)]
+    tokens += [f"<{i}>" for i in range(vocab - len(tokens))]
+    inner = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>")

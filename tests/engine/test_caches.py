@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from eagle4.cache import PageTable
 from eagle4.config import SpeculativeConfig
+from eagle4.engine.call import CACHE_KEYWORD
 from eagle4.engine.drafting import EagleDraft
 from eagle4.harness import FixedPolicy
 from tests.engine.compare import VOCAB, eagle, plain, prompt, shared_target
@@ -150,10 +151,10 @@ def test_both_caches_equal_a_fresh_prefill_after_every_round(lengths, kind):
     known = continuations(target, inputs, max_new_tokens=30)
     model = checked_model(target, small_drafter(target), script(kind, known))
     config = {"max_depth": 4, "top_k": 3, "max_nodes": 10}
-    out = eagle(model, inputs, max_new_tokens=14, speculative=config)
+    out = eagle(model, inputs, max_new_tokens=11, speculative=config)
     assert not model.last_speculation.fallbacks, model.last_speculation.fallbacks
     assert model.draft.rounds >= 3
-    assert out.tolist() == plain(model, inputs, max_new_tokens=14).tolist()
+    assert out.tolist() == plain(model, inputs, max_new_tokens=11).tolist()
 
 
 @pytest.mark.parametrize("kind", ["none", "mixed"])
@@ -193,6 +194,50 @@ def test_features_wait_while_nobody_drafts_on_them():
     model = checked_model(target, small_drafter(target), script("mixed", known), catch_up=False)
     eagle(model, inputs, max_new_tokens=12)
     assert not model.last_speculation.fallbacks, model.last_speculation.fallbacks
+
+
+def test_turns_that_continue_edit_and_switch_modes():
+    """Reused prefixes are checked like fresh ones: after a second turn, an edit, a plain turn."""
+    target = shared_target(layers=3)
+    drafter = small_drafter(target)
+    model = checked_model(target, drafter, None)
+    inputs = prompt([9, 4])
+    ids, mask, cache = inputs["input_ids"], inputs["attention_mask"], None
+    for turn, speculative in enumerate(["eagle4", "eagle4", None, "eagle4", "eagle4"]):
+        if turn == 3:
+            ids = ids.clone()
+            ids[0, 7] = ids[0, 7] % (VOCAB - 1) + 1
+        out = eagle(
+            model,
+            {"input_ids": ids, "attention_mask": mask},
+            max_new_tokens=5,
+            speculative=speculative,
+            return_dict_in_generate=True,
+            **{CACHE_KEYWORD: cache},
+        )
+        assert not model.last_speculation.fallbacks, model.last_speculation.fallbacks
+        ids, cache = torch.cat([out.sequences, out.sequences[:, -2:]], dim=1), out[CACHE_KEYWORD]
+        mask = torch.cat([mask, mask.new_ones(2, ids.shape[1] - mask.shape[1])], dim=1)
+    assert model.draft.rounds > 8
+
+
+def test_a_cache_that_is_used_again_and_again_does_not_grow():
+    target = shared_target()
+    model = ScriptedModel(target, None)
+    model.draft = EagleDraft(model.drafter, FixedPolicy(SpeculativeConfig()))
+    inputs, cache, pages = prompt([9, 4]), None, []
+    for turn in range(8):
+        out = eagle(
+            model,
+            inputs,
+            max_new_tokens=6,
+            speculative="eagle4" if turn % 3 else None,
+            return_dict_in_generate=True,
+            **{CACHE_KEYWORD: cache},
+        )
+        cache = out[CACHE_KEYWORD]
+        pages.append((cache.state.table.num_pages, cache.num_bytes if turn > 1 else 0))
+    assert len(set(pages[2:])) == 1, pages
 
 
 @pytest.mark.parametrize("kind", ["none", "oracle", "liar"])

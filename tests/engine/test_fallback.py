@@ -117,7 +117,7 @@ def test_only_the_call_that_failed_is_plain(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("how", ["raises", "nan"])
-@pytest.mark.parametrize("first", [1, 2, 4])
+@pytest.mark.parametrize("first", [1, 3])
 def test_the_next_turn_does_not_trust_half_a_draft(monkeypatch, how, first):
     """The drafter breaks in its catch-up, in chunks, and the returned cache goes into a second turn
     that checks draft K/V and features against a fresh prefill."""

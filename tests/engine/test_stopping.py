@@ -11,8 +11,7 @@ import pytest
 import torch
 from scripted import Mixed, Oracle, ScriptedModel, continuations
 from tiny import tiny_llama
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from tests.engine.compare import (
     DRAFTERS,
@@ -20,6 +19,7 @@ from tests.engine.compare import (
     assert_identical,
     eagle,
     model_with,
+    piece_tokenizer,
     plain,
     prompt,
     shared_target,
@@ -101,19 +101,6 @@ class Lenient:
 
 
 # -- stop strings ----------------------------------------------------------------------------------
-
-
-def piece_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level pieces of one to three letters, with and without a space before them."""
-    alphabet = list("abcdefĠ")
-    merges = [("a", "b"), ("c", "d"), ("Ġ", "a"), ("e", "f"), ("b", "c"), ("ab", "c"), ("Ġ", "cd")]
-    merges += [("f", "a"), ("Ġ", "Ġ"), ("d", "e"), ("Ġ", "ef"), ("d", "Ġ"), ("fa", "b"), ("e", "e")]
-    tokens = ["<pad>", *alphabet, *("".join(pair) for pair in merges)]
-    tokens += [f"<{i}>" for i in range(VOCAB - len(tokens))]
-    inner = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>")
 
 
 @pytest.mark.parametrize("drafter", ["oracle", "mixed", "random"])
