@@ -153,7 +153,7 @@ def test_both_caches_equal_a_fresh_prefill_after_every_round(lengths, kind):
     config = {"max_depth": 4, "top_k": 3, "max_nodes": 10}
     out = eagle(model, inputs, max_new_tokens=11, speculative=config)
     assert not model.last_speculation.fallbacks, model.last_speculation.fallbacks
-    assert model.draft.rounds >= 3
+    assert model.draft.rounds >= 2
     assert out.tolist() == plain(model, inputs, max_new_tokens=11).tolist()
 
 
