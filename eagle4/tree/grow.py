@@ -48,7 +48,10 @@ def start(candidates: Candidates, max_depth: int, top_k: int) -> Growth:
 
 
 def extend(growth: Growth, candidates: Candidates, top_k: int) -> Growth:
-    """Add the children of the frontier; ``candidates`` rows are (sequence, frontier) pairs."""
+    """Add the children of the frontier; ``candidates`` rows are (sequence, frontier) pairs.
+
+    The pool is written in place: go on with the returned growth, not with the given one.
+    """
     pool, frontier_BK, depth = growth
     batch, width = frontier_BK.shape
     token_BC = candidates.token_RK.reshape(batch, -1)

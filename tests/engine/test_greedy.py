@@ -13,6 +13,7 @@ import pytest
 import torch
 from scripted import Oracle, ScriptedModel, continuations, small_drafter
 from tiny import tiny_llama
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from eagle4 import Eagle4ForCausalLM, SpeculativeConfig
 from eagle4.cache import PageTable
@@ -187,6 +188,24 @@ def test_generation_past_the_context(drafter):
     inputs = prompt([18, 5])
     model = model_with(drafter, target, inputs)
     assert_identical(model, inputs, max_new_tokens=14)
+
+
+def test_drafts_end_where_learned_positions_end():
+    """GPT-2 has no embedding behind its context: a node there would fail the request."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=VOCAB, n_positions=24, n_embd=32, n_layer=2, n_head=4)
+    sizes |= dict(tie_word_embeddings=False)
+    tokens = dict(bos_token_id=None, eos_token_id=None, pad_token_id=0)
+    target = GPT2LMHeadModel(GPT2Config(**sizes, **tokens, initializer_range=0.3)).eval()
+    inputs = prompt([18])
+    produced = target.generate(**inputs, do_sample=False, max_new_tokens=6)[0, 18:].tolist()
+    eos = produced[-1]
+    assert eos not in produced[:4], "the text was meant to end near the end of the context"
+    model = model_with("random", target, inputs)
+    # The budget alone would allow nodes behind the context.
+    kwargs = dict(max_new_tokens=20, eos_token_id=eos, pad_token_id=0)
+    stats = assert_identical(model, inputs, **kwargs, speculative={"mode": "chain"})
+    assert len(stats.acceptance_by_depth) == 5
 
 
 def test_ties_break_as_in_plain_decoding():

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from eagle4.tree import ancestor_matrix, extend, is_saturated, prune, start
+from eagle4.tree import Growth, ancestor_matrix, extend, is_saturated, prune, start
 from eagle4.types import Candidates, Tree
 
 INF = float("inf")
@@ -50,13 +50,13 @@ class Law:
 
 
 def grow(laws: list[Law], levels: int, max_depth: int):
-    """The implementation, level by level; yields the growth after every level."""
+    """The implementation, level by level; yields a copy of the growth after every level."""
     top_k = laws[0].top_k
     roots = [law.candidates([()]) for law in laws]
     growth = start(
         Candidates(*(torch.cat(parts) for parts in zip(*roots, strict=True))), max_depth, top_k
     )
-    yield growth
+    yield kept(growth)
     for _ in range(levels - 1):
         rows = [
             law.candidates([path_of(growth.pool, b, int(i)) for i in growth.frontier_BK[b]])
@@ -64,7 +64,12 @@ def grow(laws: list[Law], levels: int, max_depth: int):
         ]
         joined = Candidates(*(torch.cat(parts) for parts in zip(*rows, strict=True)))
         growth = extend(growth, joined, top_k)
-        yield growth
+        yield kept(growth)
+
+
+def kept(growth: Growth) -> Growth:
+    """A copy: `extend` writes into the pool that it is given."""
+    return growth._replace(pool=Tree(*(column.clone() for column in growth.pool)))
 
 
 def path_of(tree: Tree, b: int, node: int) -> tuple[int, ...]:
@@ -171,7 +176,7 @@ def test_not_saturated_means_that_a_certain_child_would_enter(top_k, max_nodes):
     laws = [Law(200 + b, top_k) for b in range(6)]
     limit = torch.full((len(laws),), levels + 1)
     seen = 0
-    for growth in grow(laws, levels, levels + 1):
+    for growth in list(grow(laws, levels, levels + 1)):
         done = is_saturated(growth, max_nodes)
         rows = len(laws) * growth.frontier_BK.shape[1]
         certain = Candidates(torch.arange(91, 91 + top_k).repeat(rows, 1), torch.zeros(rows, top_k))
