@@ -14,14 +14,14 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.generation import GenerationConfig, GenerationMode
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.generation.configuration_utils import GenerationMode
 
 from .config import Eagle4Config, SpeculativeConfig
 from .drafter import Eagle4Drafter
 from .drafter.pairing import check_pair
 from .engine import Eagle4Cache, Request, Result, SpeculationStats, requests, run
-from .engine.call import Eagle4Output
+from .engine.call import CACHE_KEYWORD, Eagle4Output
 from .engine.drafting import EagleDraft
 from .harness import FixedPolicy
 from .ops import PackedLinears
@@ -71,7 +71,7 @@ class Eagle4ForCausalLM(TargetShell):
         if drafter is not None:
             check_pair(drafter.config, target.config, tokenizer)
             embed = target.get_input_embeddings()
-            drafter.to(device=embed.weight.device, dtype=embed.weight.dtype)
+            drafter.to(device=embed.weight.device, dtype=embed.weight.dtype)  # type: ignore
             drafter.bind(embed, target.get_output_embeddings()).eval()
         taps = drafter.config.tap_layers if drafter is not None else []
         self._packed = PackedLinears(drafter) if drafter is not None else None
@@ -111,7 +111,7 @@ class Eagle4ForCausalLM(TargetShell):
         dtype = "auto" if dtype is None else dtype
         if drafter is None and not isinstance(target, PreTrainedModel) and is_pair(target, kwargs):
             kwargs["output_loading_info"] = True
-            model, info = super().from_pretrained(target, *args, dtype=dtype, **kwargs)
+            model, info = super().from_pretrained(target, *args, dtype=dtype, **kwargs)  # type: ignore
             check_complete(target, info)
             model._adopt_generation_config()
             model._attach(tokenizer)
@@ -131,7 +131,7 @@ class Eagle4ForCausalLM(TargetShell):
         """Transformers' own; a `SpeculativeConfig` among the defaults is written as its fields."""
         value = getattr(self.generation_config, "speculative", None)
         if isinstance(value, SpeculativeConfig):
-            self.generation_config.speculative = requests.serialise(value)
+            self.generation_config.speculative = requests.serialise(value)  # type: ignore
         return super().save_pretrained(*args, **kwargs)
 
     def init_weights(self) -> None:
@@ -150,18 +150,20 @@ class Eagle4ForCausalLM(TargetShell):
         """
         speculative = requests.resolve(self, generation_config, kwargs)
         requests.check_arguments(self, speculative, inputs, generation_config, kwargs)
+        if "past_key_values" in kwargs:
+            kwargs[CACHE_KEYWORD] = kwargs.pop("past_key_values")
         self.last_speculation = None
         if generation_config is not None:
             generation_config = copy.deepcopy(generation_config)
             generation_config.speculative = requests.serialise(speculative)
         else:
             if not hasattr(self.generation_config, "speculative"):  # the user assigned another one
-                self.generation_config.speculative = None
+                self.generation_config.speculative = None  # type: ignore
             kwargs["speculative"] = requests.serialise(speculative)
-        return super().generate(inputs, generation_config, *args, **kwargs)
+        return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore
 
     def _validate_generation_mode(self, mode, generation_config, mode_kwargs) -> None:
-        super()._validate_generation_mode(mode, generation_config, mode_kwargs)
+        super()._validate_generation_mode(mode, generation_config, mode_kwargs)  # type: ignore
         if generation_config.speculative and mode != GenerationMode.GREEDY_SEARCH:
             raise ValueError(f"{mode.value} cannot be combined with speculative=")
 
@@ -170,7 +172,9 @@ class Eagle4ForCausalLM(TargetShell):
         is_greedy = mode == GenerationMode.GREEDY_SEARCH
         if not (is_greedy and requests.uses_engine(generation_config, model_kwargs)):
             requests.check_foreign(model_kwargs)
-            super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, *args)
+            super()._prepare_cache_for_generation(  # type: ignore
+                generation_config, model_kwargs, mode, *args
+            )
 
     def _sample(
         self,
@@ -183,31 +187,17 @@ class Eagle4ForCausalLM(TargetShell):
         tokenizer=None,
         **model_kwargs,
     ):
+        prepared = (input_ids, logits_processor, stopping_criteria, generation_config)
         if synced_gpus or not requests.uses_engine(
             generation_config, model_kwargs, logits_processor
         ):
-            return super()._sample(
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                synced_gpus=synced_gpus,
-                streamer=streamer,
-                **model_kwargs,
+            return super()._sample(  # type: ignore
+                *prepared, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs
             )
+        config = SpeculativeConfig.parse(generation_config.speculative or None)  # type: ignore
         try:
-            result = self._run(
-                requests.build(
-                    self.target,
-                    input_ids,
-                    logits_processor,
-                    stopping_criteria,
-                    generation_config,
-                    streamer,
-                    model_kwargs,
-                ),
-                SpeculativeConfig.parse(generation_config.speculative or None),
-            )
+            request = requests.build(self.target, *prepared, streamer, model_kwargs)
+            result = self._run(request, config)
         finally:
             # Also after an error, so that nobody waits for the rest of a stream.
             if streamer is not None:

@@ -10,8 +10,7 @@ import copy
 import os
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
-from transformers.generation import GenerationConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from .config import Eagle4Config
 
@@ -20,7 +19,7 @@ class Eagle4PairConfig(PreTrainedConfig):
     """Target configuration and, if there is one, drafter configuration."""
 
     model_type = "eagle4_pair"
-    sub_configs = {"text_config": AutoConfig, "drafter_config": Eagle4Config}
+    sub_configs = {"text_config": AutoConfig, "drafter_config": Eagle4Config}  # type: ignore
 
     def __init__(
         self,
@@ -66,5 +65,5 @@ def speculative_defaults(like: GenerationConfig | None) -> GenerationConfig:
     config = GenerationConfig() if like is None else copy.deepcopy(like)
     config._from_model_config = False
     if not hasattr(config, "speculative"):
-        config.speculative = None
+        config.speculative = None  # type: ignore[attr-defined]
     return config

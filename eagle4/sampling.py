@@ -83,7 +83,7 @@ def process_path(
     history_T = history_T.unsqueeze(0)
     while len(rows):
         try:
-            scores_RV[rows] = processors(history_T, scores_RV[rows[:1]])
+            scores_RV[rows] = processors(history_T, scores_RV[rows[:1]])  # type: ignore[arg-type]
         except Exception:
             # Below the root plain decoding might have stopped before it asked. The token is still
             # committed, as the bonus; if decoding goes on, the next round asks again at its root.

@@ -5,6 +5,8 @@ A base class with one child, so that `modeling` shows only what eagle4 adds.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import GenerationMixin, PreTrainedModel
 
@@ -12,7 +14,7 @@ from transformers import GenerationMixin, PreTrainedModel
 class TargetShell(PreTrainedModel, GenerationMixin):
     """A composite whose ``target`` is the language model that everybody asks for."""
 
-    target: PreTrainedModel
+    target: Any
     base_model_prefix = "target"
     main_input_name = "input_ids"
     _supports_sdpa = True

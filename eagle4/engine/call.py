@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
@@ -23,6 +24,7 @@ CACHE_KEYWORD = (
     if "cache" in inspect.signature(GenerateDecoderOnlyOutput).parameters
     else "past_key_values"
 )
+_OUTPUTS = ("sequences", "scores", "logits", "hidden_states")
 
 
 class Eagle4Output(GenerateDecoderOnlyOutput):
@@ -70,13 +72,9 @@ class Result:
 
     def as_output(self, with_cache: bool) -> Eagle4Output:
         """For `generate` with ``return_dict_in_generate``."""
-        out = Eagle4Output(
-            sequences=self.sequences,
-            scores=self.scores,
-            logits=self.logits,
-            hidden_states=self.hidden_states,
-            **{CACHE_KEYWORD: self.cache if with_cache else None},
-        )
+        fields: dict[str, Any] = {name: getattr(self, name) for name in _OUTPUTS}
+        fields[CACHE_KEYWORD] = self.cache if with_cache else None
+        out = Eagle4Output(**fields)
         out.speculation = self.stats
         return out
 

@@ -97,7 +97,7 @@ def _prefill(call: Call, sequence: Sequence) -> None:
     call.recorder.add_prompt(sequence, hidden)
     history = state.history(sequence).unsqueeze(0)
     scores_RV = logits_RV.to(dtype=torch.float32, copy=True)
-    scores_RV = call.processors[sequence.index](history, scores_RV)
+    scores_RV = call.processors[sequence.index](history, scores_RV)  # type: ignore[arg-type]
     _commit(call, sequence, [int(scores_RV[0].argmax())], scores_RV, [])
     call.recorder.add_rows(sequence, torch.tensor([0]), logits_RV, None)
 

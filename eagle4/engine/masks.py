@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from transformers.generation import GenerationConfig
+from transformers import GenerationConfig
 
 from .prefix import Eagle4Cache
 

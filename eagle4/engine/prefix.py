@@ -63,7 +63,8 @@ class Eagle4Cache:
             )
         cache = DynamicCache()
         for layer, pair in sorted(self.state.target_pool.layers.items()):
-            cache.update(*(self._dense(tensor) for tensor in pair), layer)
+            key, value = (self._dense(tensor) for tensor in pair)
+            cache.update(key, value, layer)
         return cache
 
     def _dense(self, pool_SHD: torch.Tensor) -> torch.Tensor:

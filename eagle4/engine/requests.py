@@ -9,8 +9,7 @@ import dataclasses
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
-from transformers.generation import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from ..config import SpeculativeConfig
@@ -44,7 +43,7 @@ def resolve(model, generation_config: GenerationConfig | None, kwargs: dict) -> 
     if "speculative" in kwargs:
         value = kwargs.pop("speculative")
     elif generation_config is not None and hasattr(generation_config, "speculative"):
-        value = generation_config.speculative
+        value = generation_config.speculative  # type: ignore[attr-defined]
     else:
         value = getattr(model.generation_config, "speculative", None)
     return SpeculativeConfig.parse(value)

@@ -68,7 +68,7 @@ class SpeculationStats:
         try:
             yield
         finally:
-            self.seconds[name] += time.perf_counter() - start
+            self.seconds[name] += time.perf_counter() - start  # type: ignore[assignment]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers for JSON."""
