@@ -139,6 +139,17 @@ def test_changing_the_dtype_keeps_the_pair_together(small, dtype):
     assert_identical(model, inputs, max_new_tokens=NEW)
 
 
+def test_attaching_changes_no_weight(tmp_path):
+    target = tiny_llama()
+    Eagle4Drafter(Eagle4Config.for_target(target.config)).save_pretrained(tmp_path)
+    drafter = Eagle4Drafter.from_pretrained(tmp_path)
+    before = [{n: t.clone() for n, t in part.state_dict().items()} for part in (target, drafter)]
+    Eagle4ForCausalLM(target, drafter)
+    for part, weights in zip((target, drafter), before, strict=True):
+        for name, tensor in part.state_dict().items():
+            assert torch.equal(tensor, weights[name]), name
+
+
 def test_packed_weights_follow_the_weights():
     """Layers large enough to be packed: changed in place, cast there and back, reloaded."""
     target = tiny_llama(vocab=VOCAB, layers=2, hidden=256)
