@@ -1,9 +1,10 @@
 """Packed CPU weights for few-row GEMMs, in place only while a generation runs.
 
-On CPUs without matrix units, the stock fp32 linear costs far more for 2..32 rows than for one,
-which eats what a tree saves. oneDNN's blocked weight layout (what Inductor's freezing also uses)
-makes a 16-row call cost about what a 1-row call costs. The packed copy doubles the weight memory,
-so it is made only when it fits comfortably.
+The stock linear costs far more for 2..32 rows than for one on CPUs without matrix units, which eats
+what a tree saves; in bf16 it also re-orders the whole weight in every call, which doubles a 1-row
+product. oneDNN's blocked weight layout (what Inductor's freezing also uses) avoids both. The packed
+copy doubles the weight memory, so it is made only when it fits comfortably. fp32 is packed on every
+CPU, bf16 where the CPU multiplies it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _ROWS_HINT = 16
 
 
 class PackedLinears:
-    """Packed copies of a model's fp32 CPU linears, made at first use and kept while valid."""
+    """Packed copies of a model's CPU linears, made at first use and kept while valid."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -105,10 +106,16 @@ def _is_packable(layer: nn.Linear) -> bool:
     weight = layer.weight
     return (
         weight.device.type == "cpu"
-        and weight.dtype == torch.float32
+        and _has_packed_kernel(weight.dtype)
         and type(weight) is nn.Parameter
         and weight.is_contiguous()
         and not weight.is_inference()  # those have no version counter
         and "forward" not in layer.__dict__
         and weight.numel() >= 1 << 16
     )
+
+
+def _has_packed_kernel(dtype: torch.dtype) -> bool:
+    if dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.float32

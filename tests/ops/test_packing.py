@@ -106,8 +106,19 @@ def test_a_replaced_module_is_followed(model, rows):
 
 
 def test_other_dtypes_are_not_packed(model):
-    with PackedLinears(model.bfloat16()).active():
+    with PackedLinears(model.half()).active():
         assert not any(is_packed(layer) for layer in model)
+
+
+def test_bfloat16_is_packed_where_the_cpu_multiplies_it(model, rows):
+    model, rows = model.bfloat16(), rows.bfloat16()
+    exact = model.double()(rows.double())
+    model.bfloat16()
+    stock = (model(rows).double() - exact).abs().max()
+    with PackedLinears(model).active():
+        assert is_packed(model[0]) == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        packed = (model(rows).double() - exact).abs().max()
+    assert packed <= 2 * stock
 
 
 def test_the_switch_turns_it_off(model, monkeypatch):
