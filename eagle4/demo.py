@@ -27,6 +27,8 @@ from typing import Any
 
 import torch
 
+from .ops import has_fast_bf16
+
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 CACHE_NAME = "smollm2-135m-instruct"
 CACHE_FORMAT = 1
@@ -94,18 +96,6 @@ def resolve_dtype(dtype: torch.dtype | str, device: str | torch.device) -> torch
     if not isinstance(named, torch.dtype):
         raise ValueError(f"dtype={dtype!r} is not understood; pass 'auto', 'bfloat16' or 'float32'")
     return named
-
-
-def has_fast_bf16(device: str | torch.device) -> bool:
-    """Whether bf16 matrix products are no slower than fp32 ones on this device.
-
-    A CPU without bf16 instructions emulates them and is several times slower on the 16 rows of a
-    verification, so there fp32 is the better default.
-    """
-    if torch.device(device).type != "cpu":
-        return True
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
-    return any("bf16" in name and bool(value) for name, value in capabilities.items())
 
 
 def _find_gguf() -> Path | None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..ops import tree_attention
+from ..ops import fold_visible, tree_attention
 from .pages import PageTable
 from .pool import KVPool
 
@@ -56,6 +56,7 @@ class AttentionStep:
         self.run = run
         self.slot_BL = slot_BL
         self._windowed: dict[int, torch.Tensor] = {}
+        self._folded: dict[tuple, torch.Tensor] = {}
 
     @property
     def shape(self) -> torch.Size:
@@ -90,6 +91,13 @@ class AttentionStep:
             self._windowed[sliding_window] = self.visible_BML & (distance < sliding_window)
         return self._windowed[sliding_window]
 
+    def mask(self, sliding_window: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor:
+        """The visibility as `ops.tree_attention` adds it, made once for all layers alike."""
+        key = sliding_window, groups, dtype
+        if key not in self._folded:
+            self._folded[key] = fold_visible(self.visible(sliding_window), groups, dtype)
+        return self._folded[key]
+
 
 def attend(
     pool: KVPool,
@@ -111,7 +119,7 @@ def attend(
         step.pad(query_RHD),
         step.read(keys_SHD),
         step.read(values_SHD),
-        step.visible(sliding_window),
+        step.mask(sliding_window, query_RHD.shape[1] // key_RHD.shape[1], query_RHD.dtype),
         **options,
     )
     return step.unpad(out_BMHD)

@@ -84,6 +84,11 @@ class Eagle4Drafter(PreTrainedModel):
     def head(self) -> nn.Module:
         return self.lm_head if self.config.own_lm_head else self._lender().lm_head
 
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings ``[..., H]``; a borrowed table gets no gradient, it belongs to the target."""
+        found = self.embedding(input_ids)
+        return found if self.config.own_embed_tokens else found.detach()
+
     def _lender(self) -> BorrowedHead:
         if self._borrowed is None:
             raise ValueError(
@@ -122,7 +127,7 @@ class Eagle4Drafter(PreTrainedModel):
         token that follows it, ``position [...]`` its absolute position, ``attend`` the attention
         over committed and ancestor rows.
         """
-        embed = self.embedding(input_ids).to(state.dtype)
+        embed = self.embed(input_ids).to(state.dtype)
         out = self.layers[0](state, embed, self.rotary(state, position), attend)
         normed = self.norm(out)
         return DraftOutput(normed, normed if self.config.norm_output else out)

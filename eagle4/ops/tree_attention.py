@@ -11,11 +11,20 @@ import torch
 from torch.nn import functional as F
 
 
+def fold_visible(visible_BML: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tensor:
+    """Additive mask ``[B, 1, G * M, L]`` of a visibility, for G query heads per KV head.
+
+    All layers of a forward share it: `tree_attention` takes it in place of the visibility.
+    """
+    mask = torch.zeros(visible_BML.shape, dtype=dtype, device=visible_BML.device)
+    return mask.masked_fill_(~visible_BML, float("-inf")).repeat(1, groups, 1).unsqueeze(1)
+
+
 def tree_attention(
     query_BMHD: torch.Tensor,
     key_BLHD: torch.Tensor,
     value_BLHD: torch.Tensor,
-    visible_BML: torch.Tensor,
+    visible: torch.Tensor,
     *,
     scale: float | None = None,
     softcap: float | None = None,
@@ -23,7 +32,8 @@ def tree_attention(
 ) -> torch.Tensor:
     """``[B, M, Hq, D]`` queries, ``[B, L, Hkv, D]`` keys and values -> ``[B, M, Hq, Dv]``.
 
-    ``visible_BML`` is True where row m of sequence b attends key l; every row must see something.
+    ``visible [B, M, L]`` is True where row m of sequence b attends key l, or is what `fold_visible`
+    made of that in the query's dtype; every row must see something.
     ``softcap`` and ``sinks_H`` (one logit per query head that takes probability and gives nothing)
     follow Gemma 2 and gpt-oss.
     """
@@ -34,7 +44,7 @@ def tree_attention(
     # [B, M, Hkv, G, D] -> [B, Hkv, G * M, D]
     query = query_BMHD.unflatten(2, (heads_kv, groups)).permute(0, 2, 3, 1, 4)
     query = query.reshape(batch, heads_kv, groups * most, width)
-    mask = visible_BML.repeat(1, groups, 1).unsqueeze(1)
+    mask = visible if visible.ndim == 4 else fold_visible(visible, groups, query.dtype)
     factor = float(width) ** -0.5 if scale is None else scale
     if softcap is None and sinks_H is None:
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=factor)
@@ -56,7 +66,7 @@ def _explicit(
     score = torch.matmul(query, key.transpose(-1, -2)).float() * scale
     if softcap is not None:
         score = torch.tanh(score / softcap) * softcap
-    score = score.masked_fill(~mask, float("-inf"))
+    score = score + mask
     if sinks is None:
         return torch.matmul(score.softmax(-1).to(value.dtype), value)
     rows = score.shape[2] // sinks.shape[1]

@@ -106,4 +106,6 @@ def soft_cross_entropy(
         weight_CH = weight_CH[columns.index_C]
         correction_C = columns.correction_C.to(weight_CH.device)
         bias_C = correction_C if bias_C is None else bias_C[columns.index_C] + correction_C
+    if torch.is_autocast_enabled(weight_CH.device.type):  # once, not in every product
+        weight_CH = weight_CH.to(torch.get_autocast_dtype(weight_CH.device.type))
     return _SoftCrossEntropy.apply(head_BKMH, teacher_BJH, weight_CH, bias_C, row_weight_BKM)

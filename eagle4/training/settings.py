@@ -13,7 +13,8 @@ class TrainConfig:
     ``full_vocab_fraction``: the last part of training that scores the whole vocabulary; before it,
     ``num_frequent`` + the batch's own + ``num_sampled`` random tokens. ``max_minutes`` ends a run
     by the clock. ``ema_decay`` 0 switches the weight average off. ``max_skipped`` non-finite steps
-    end the run with an error.
+    end the run with an error. ``precision``: ``"bfloat16"`` multiplies in bf16 under autocast,
+    weights and optimiser state stay float32; ``"auto"`` does so where the device is fast at it.
     """
 
     steps: int = 1000
@@ -39,6 +40,7 @@ class TrainConfig:
     eval_depths: int = 8
     checkpoint_every: int = 100
     max_skipped: int = 20
+    precision: str = "auto"
     seed: int = 0
 
     def __post_init__(self):
@@ -47,6 +49,10 @@ class TrainConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.optimizer not in ("muon", "adamw"):
             raise ValueError(f"optimizer must be 'muon' or 'adamw', got {self.optimizer!r}")
+        if self.precision not in ("auto", "float32", "bfloat16"):
+            raise ValueError(
+                f"precision must be 'auto', 'float32' or 'bfloat16', got {self.precision!r}"
+            )
         for name in ("full_vocab_fraction", "held_out_fraction", "warmup_fraction", "ema_decay"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")

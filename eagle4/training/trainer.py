@@ -22,6 +22,7 @@ import torch
 from tqdm.auto import tqdm
 
 from ..drafter.model import Eagle4Drafter
+from ..ops import has_fast_bf16
 from .features import FeatureStore
 from .losses import Columns, depth_weights, row_weights, sample_columns, soft_cross_entropy
 from .metrics import evaluate
@@ -65,6 +66,10 @@ class Trainer:
         )
         self.held_out = held_out
         self.frequent = frequent_tokens(store, train, self.config.num_frequent)
+        self._device = next(iter(self.params.values())).device
+        self._is_bf16 = self.config.precision == "bfloat16" or (
+            self.config.precision == "auto" and has_fast_bf16(self._device)
+        )
         self.weight_K = depth_weights(self.config.num_depths, self.config.depth_decay)
         self.state = TrainState()
         self._started = time.monotonic()
@@ -124,16 +129,21 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak_lr"] * scale
         self.optimizer.zero_grad(set_to_none=True)
-        total, loss_K = self.loss(runs, self.columns(runs, progress))
+        with self._autocast():
+            total, loss_K = self.loss(runs, self.columns(runs, progress))
         total.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.params.values(), config.clip_norm)
         if torch.isfinite(total) and torch.isfinite(norm):
-            self.optimizer.step()
+            with self._autocast():  # Muon's products
+                self.optimizer.step()
             self._average()
         else:
             self._skip(batch)
         self.state = self.state._replace(step=self.state.step + 1, position=following)
         return {"loss": float(total.detach()), "norm": float(norm), "depth_loss": loss_K.tolist()}
+
+    def _autocast(self):
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._is_bf16)
 
     @torch.no_grad()
     def _average(self) -> None:

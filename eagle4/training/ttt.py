@@ -120,7 +120,7 @@ def _context_keys(
     drafter: Eagle4Drafter, token_N: torch.Tensor, fused_NH: torch.Tensor, keep_BP: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     block = cast(DraftBlock, drafter.layers[0])
-    embed_NH = drafter.embedding(token_N).to(fused_NH.dtype)
+    embed_NH = drafter.embed(token_N).to(fused_NH.dtype)
     _, hidden = block.attention_input(fused_NH, embed_NH)
     position_N = torch.arange(keep_BP.shape[1], device=token_N.device).expand_as(keep_BP)[keep_BP]
     _, key, value = block.self_attn.project(hidden, drafter.rotary(hidden, position_N + 1))

@@ -1,6 +1,7 @@
 """Can catch: a drafter that trains but does not accept, a resume that diverges, data order that is
 lost or drops sequences, frozen weights that move, metrics outside their range."""
 
+import copy
 import dataclasses
 import json
 
@@ -54,6 +55,25 @@ def test_overfits_one_sequence(tmp_path, target, optimizer):
     metrics = trainer.evaluate(trainer._held_out_batches())
     assert sum(metrics["top1"][:3]) / 3 > 0.95, metrics
     assert torch.equal(before, target.lm_head.weight)
+
+
+def test_the_target_gets_no_gradient(tmp_path, target, store):
+    """A borrowed embedding would cost a [V, H] gradient per depth and could move the target."""
+    target = copy.deepcopy(target).requires_grad_(True)
+    Trainer(tiny_drafter(target), store, tmp_path, QUICK).step()
+    assert all(param.grad is None for param in target.parameters())
+
+
+def test_bf16_products_keep_fp32_weights_and_nearly_the_loss(tmp_path, target, store):
+    losses = {}
+    for precision in ("float32", "bfloat16"):
+        config = dataclasses.replace(QUICK, precision=precision)
+        torch.manual_seed(0)
+        trainer = Trainer(tiny_drafter(target), store, tmp_path / precision, config)
+        losses[precision] = [trainer.step()["loss"] for _ in range(4)]
+        assert {param.dtype for param in trainer.params.values()} == {torch.float32}
+    assert losses["bfloat16"] != losses["float32"]  # the switch does something
+    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=2e-2)
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
@@ -163,7 +183,9 @@ def test_an_own_head_is_refused(tmp_path, target, store):
         Trainer(tiny_drafter(target, own_lm_head=True), store, tmp_path, QUICK)
 
 
-@pytest.mark.parametrize("wrong", [{"steps": 0}, {"ema_decay": 2.0}, {"optimizer": "sgd"}])
+@pytest.mark.parametrize(
+    "wrong", [{"steps": 0}, {"ema_decay": 2.0}, {"optimizer": "sgd"}, {"precision": "fp8"}]
+)
 def test_bad_settings_are_named(wrong):
     (name,) = wrong
     with pytest.raises(ValueError, match=name):
