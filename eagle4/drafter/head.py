@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ..ops import block_topk
 from ..types import Candidates
 
 
@@ -50,7 +51,7 @@ def propose_candidates(
 ) -> Candidates:
     """Best ``top_k`` tokens under the softmax over the low-rank head's candidates."""
     low_rank_RV = up(down(hidden_RH))
-    token_RC = low_rank_RV.topk(min(num_candidates, low_rank_RV.shape[-1]), dim=-1).indices
+    token_RC = block_topk(low_rank_RV, min(num_candidates, low_rank_RV.shape[-1]))
     logp_RC = F.log_softmax(exact_logits(lm_head, hidden_RH, token_RC), dim=-1)
     logp_RK, index_RK = logp_RC.topk(min(top_k, logp_RC.shape[-1]), dim=-1)
     return Candidates(token_RC.gather(-1, index_RK), logp_RK)
