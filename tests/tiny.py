@@ -6,12 +6,29 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    RepetitionPenaltyLogitsProcessor,
+)
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<s> ' + m['role'] + ' ' + m['content'] + ' </s> ' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<s> assistant' }}{% endif %}"
 )
+
+
+def _has_ignore_length_per_row() -> bool:
+    try:
+        RepetitionPenaltyLogitsProcessor(1.1, prompt_ignore_length=torch.tensor([1]))
+    except ValueError:
+        return False
+    return True
+
+
+# Newer Transformers take one length per row of the batch.
+HAS_IGNORE_LENGTH_PER_ROW = _has_ignore_length_per_row()
 
 
 def tiny_llama(

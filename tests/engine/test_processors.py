@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from scripted import Oracle, ScriptedModel, continuations, small_drafter
 from transformers import (
@@ -210,10 +211,11 @@ class BiasPerRow(LogitsProcessor):
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_processors_with_one_setting_per_row(drafter):
     inputs = prompt(LENGTHS)
-    for processor in (
-        BiasPerRow(3),
-        RepetitionPenaltyLogitsProcessor(1.6, prompt_ignore_length=torch.tensor([6, 0, 3])),
-    ):
+    per_row: list[LogitsProcessor] = [BiasPerRow(3)]
+    if tiny.HAS_IGNORE_LENGTH_PER_ROW:
+        length = torch.tensor([6, 0, 3])
+        per_row.append(RepetitionPenaltyLogitsProcessor(1.6, prompt_ignore_length=length))
+    for processor in per_row:
         rules = dict(logits_processor=LogitsProcessorList([processor]))
         model = model_with(drafter, shared_target(), inputs, NEW, **rules)
         assert_identical(model, inputs, max_new_tokens=NEW, **rules)

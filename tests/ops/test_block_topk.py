@@ -1,4 +1,4 @@
-"""Catches: a best score that the block pass loses, wrong indices after it, a forgotten remainder."""
+"""Catches: a best score that the block pass loses, wrong indices after it, a lost remainder."""
 
 from __future__ import annotations
 
