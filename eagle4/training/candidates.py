@@ -58,7 +58,7 @@ def low_rank_factors(
     scale_R = value_H[-rank:].flip(0).clamp_min(1e-30) ** 0.25
     down_RH = (basis_HR * scale_R).T @ inverse_HH
     up_VR = weight @ (root_HH @ (basis_HR / scale_R))
-    return down_RH.to(weight_VH.dtype), up_VR.to(weight_VH.dtype)
+    return down_RH.float(), up_VR.float()
 
 
 @torch.no_grad()
@@ -87,7 +87,8 @@ def candidate_recall(
     for states_RH in states:
         hits = 0
         for rows in states_RH.split(chunk):
-            best_RW = drafter.head(rows).topk(width, dim=-1).indices
+            own = rows.to(cast(nn.Linear, drafter.head).weight.dtype)
+            best_RW = drafter.head(own).topk(width, dim=-1).indices
             score_RV = drafter.efficient_lm_head(drafter.efficient_lm_head_down_proj(rows))
             threshold_R = score_RV.topk(drafter.config.num_candidates, dim=-1).values[:, -1:]
             hits += int((score_RV.gather(1, best_RW) >= threshold_R).sum())
@@ -136,6 +137,7 @@ def _candidate_loss(drafter, states_RH, fixed, num_sampled, generator) -> torch.
         columns = sample_columns(fixed, num_sampled, head.shape[0], generator)
         head, up, correction = head[columns.index_C], up[columns.index_C], columns.correction_C
         bias = bias if bias is None else bias[columns.index_C]
+    head = head.to(states_RH.dtype)
     teacher_RC = (states_RH @ head.T + correction).float()
     if bias is not None:
         teacher_RC = teacher_RC + bias.detach()

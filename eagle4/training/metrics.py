@@ -37,13 +37,14 @@ class Tally:
         lm_head: torch.nn.Module,
     ) -> None:
         """Score one run with the full head."""
-        logp_JV = lm_head(teacher_JH).float().log_softmax(-1)
+        dtype = lm_head.weight.dtype  # type: ignore[union-attr]
+        logp_JV = lm_head(teacher_JH.to(dtype)).float().log_softmax(-1)  # type: ignore[arg-type]
         best_J, p_JV = logp_JV.argmax(-1), logp_JV.exp()
         num_anchors = valid_KM.shape[1]
         chain = path = torch.ones(num_anchors, dtype=torch.bool, device=valid_KM.device)
         for k, valid in enumerate(valid_KM):
             rows = slice(k, k + num_anchors)
-            logits_MV = lm_head(head_KMH[k]).float()
+            logits_MV = lm_head(head_KMH[k].to(dtype)).float()
             loss = torch.logsumexp(logits_MV, -1) - (p_JV[rows] * logits_MV).sum(-1)
             entropy = -(p_JV[rows] * logp_JV[rows]).sum(-1)
             right = logits_MV.topk(self.width, dim=-1).indices == best_J[rows, None]

@@ -196,7 +196,8 @@ class Trainer:
     def evaluate(self, batches: list[Runs]) -> dict[str, Any]:
         """Held-out metrics of the averaged weights; saves the best by chain accept length."""
         self._swap_average()
-        metrics = evaluate(self.drafter, batches)
+        with self._autocast():
+            metrics = evaluate(self.drafter, batches)
         if metrics["tau_chain"] > self.state.best_tau:
             self.state = self.state._replace(best_tau=metrics["tau_chain"])
             self.drafter.save_pretrained(self.folder / "best")

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 from tiny import tiny_llama, tiny_tokenizer
 
@@ -15,8 +16,9 @@ from eagle4.training.features import target_identity
 from eagle4.training.settings import CandidateConfig
 
 
-def test_from_prompts_to_a_drafter(tmp_path):
-    target, tokenizer = tiny_llama(hidden=32), tiny_tokenizer()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_from_prompts_to_a_drafter(tmp_path, dtype):
+    target, tokenizer = tiny_llama(hidden=32).to(dtype), tiny_tokenizer()
     generator = torch.Generator().manual_seed(0)
     prompts = [
         Prompt(str(i), torch.randint(7, 90, (6,), generator=generator).tolist(), "test")
