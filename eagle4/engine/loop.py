@@ -12,7 +12,7 @@ import torch
 from transformers import StoppingCriteriaList
 
 from ..harness import Policy
-from ..sampling import for_sequence
+from ..sampling import for_sequence, process_path
 from ..target import TargetAdapter
 from ..types import Tree
 from .call import Call, Request, Result
@@ -33,8 +33,10 @@ def run(
     policy: Policy | None = None,
     draft: Draft | None = None,
 ) -> Result:
-    """Generate greedily. Without ``draft`` every round is plain: one row per sequence."""
-    state = State(request.input_ids, request.pads, request.pad_token, request.known)
+    """Generate. Without ``draft`` every round is plain: one row per sequence."""
+    state = State(
+        request.input_ids, request.pads, request.pad_token, request.known, request.sampler
+    )
     if request.cache is not None:
         resume(request.cache, state, needs_features=draft is not None)
     batch = len(state.sequences)
@@ -95,10 +97,11 @@ def _prefill(call: Call, sequence: Sequence) -> None:
         )
     stats.target_calls += calls
     call.recorder.add_prompt(sequence, hidden)
-    history = state.history(sequence).unsqueeze(0)
-    scores_RV = logits_RV.to(dtype=torch.float32, copy=True)
-    scores_RV = call.processors[sequence.index](history, scores_RV)  # type: ignore[arg-type]
-    _commit(call, sequence, [int(scores_RV[0].argmax())], scores_RV, [])
+    none = torch.zeros(0, dtype=torch.int64, device=state.device)
+    choose = None if state.sampler is None else state.sampler.choose(sequence)
+    processors, history = call.processors[sequence.index], state.history(sequence)
+    scores_RV, choice_R = process_path(processors, logits_RV, history, none, none, choose)
+    _commit(call, sequence, [int(choice_R[0])], scores_RV, [])
     call.recorder.add_rows(sequence, torch.tensor([0]), logits_RV, None)
 
 

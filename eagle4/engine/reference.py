@@ -78,7 +78,10 @@ def verify(
     processors: list[LogitsProcessorList],
     all_hidden_states: bool = False,
 ) -> Verified:
-    """Run root and nodes of every sequence through the target and walk the tree greedily."""
+    """Run root and nodes of every sequence through the target and walk the tree.
+
+    The walk follows the target's own tokens: the argmax, or what the call's sampler draws.
+    """
     counts = tree.count_B.tolist()
     ancestors_BNN = ancestor_matrix(tree.parent_BN)
     windows, tokens = [], []
@@ -101,12 +104,14 @@ def verify(
     )
     for b, sequence in enumerate(sequences):
         count = counts[b]
+        choose = None if state.sampler is None else state.sampler.choose(sequence, tree, b)
         scores_RV, choice_BR[b, : count + 1] = process_path(
             processors[sequence.index],
             output.logits_RV[first_row[b] : first_row[b] + count + 1],
             state.history(sequence),
             tree.token_BN[b, :count],
             tree.parent_BN[b, :count],
+            choose,
         )
         scores.append(scores_RV)
     return Verified(verify_greedy(tree, ancestors_BNN, choice_BR), first_row, scores, output)
