@@ -17,16 +17,6 @@ from typing import NamedTuple
 import torch
 
 
-class Law(NamedTuple):
-    """The laws that a sampled tree's children were drawn from: root in row 0, node i in row i + 1.
-
-    Siblings were drawn without replacement, in the order of their indices.
-    """
-
-    token_BRC: torch.Tensor  # int64 distinct candidates
-    logp_BRC: torch.Tensor  # float64 log-probabilities, -inf: never drawn
-
-
 class Tree(NamedTuple):
     """Drafted nodes of every sequence, parents before children.
 
@@ -38,7 +28,23 @@ class Tree(NamedTuple):
     depth_BN: torch.Tensor  # int64, 1 for children of the root
     score_BN: torch.Tensor  # float32 path log-probability, never above the parent's
     count_B: torch.Tensor  # int64 live nodes
-    law: Law | None = None  # None: the children of every node were chosen, not drawn
+
+
+class Law(NamedTuple):
+    """The laws that a sampled tree's children were drawn from: root in row 0, node i in row i + 1.
+
+    Siblings were drawn without replacement, in the order of their indices.
+    """
+
+    token_BRC: torch.Tensor  # int64 distinct candidates
+    logp_BRC: torch.Tensor  # float64 log-probabilities, -inf: never drawn
+
+
+class Drawn(NamedTuple):
+    """A tree whose nodes were drawn, not chosen."""
+
+    tree: Tree
+    law: Law
 
 
 class Candidates(NamedTuple):

@@ -15,7 +15,7 @@ from .. import tree as trees
 from ..cache import AttentionStep, Window, attend, build_step
 from ..drafter import DraftOutput, Eagle4Drafter
 from ..harness import Policy
-from ..types import Candidates, Plan, Tree
+from ..types import Candidates, Drawn, Plan, Tree
 from .state import Sequence, State
 from .stats import SpeculationStats
 
@@ -44,7 +44,7 @@ class Draft(Protocol):
         plan: Plan,
         depth_limit: list[int],
         stats: SpeculationStats,
-    ) -> Tree:
+    ) -> Tree | Drawn:
         """A pruned tree of every sequence, none deeper than its ``depth_limit`` (at least 0)."""
         ...
 
@@ -63,7 +63,7 @@ class EagleDraft:
         plan: Plan,
         depth_limit: list[int],
         stats: SpeculationStats,
-    ) -> Tree:
+    ) -> Tree | Drawn:
         """Raises `DraftError` on non-finite probabilities."""
         plan = plan._replace(top_k=min(plan.top_k, self.drafter.num_proposable))
         return _draft(state, sequences, self.drafter, self.policy, plan, depth_limit, stats)

@@ -14,7 +14,7 @@ from .. import tree as trees
 from ..cache import Window, build_step
 from ..drafter import DraftOutput, Eagle4Drafter
 from ..noise import Purpose
-from ..types import Law, Plan, Tree
+from ..types import Drawn, Law, Plan, Tree
 from .drafting import MAX_CANDIDATES, DraftError, EagleDraft, catch_up, forward
 from .sampler import Sampler
 from .state import Sequence, State
@@ -34,7 +34,7 @@ class TemplateDraft(EagleDraft):
         plan: Plan,
         depth_limit: list[int],
         stats: SpeculationStats,
-    ) -> Tree:
+    ) -> Tree | Drawn:
         """Raises `DraftError` when the law behind a root is not finite.
 
         Deeper down such a law gives no children. Either is decided before anything is drawn from
@@ -46,10 +46,10 @@ class TemplateDraft(EagleDraft):
         depth = min(plan.max_depth, max(depth_limit))
         table = state.sampler.ranks.table(depth, top_k)
         template = trees.best_template(table, plan.max_nodes, top_k, MIN_SURVIVAL)
-        tree = _Drawing(state, sequences, self.drafter, template).run(stats)
-        limit_B = torch.tensor(depth_limit, device=state.device)
-        is_drawn_BN = tree.score_BN > float("-inf")
-        return trees.keep_slots(tree, is_drawn_BN & (tree.depth_BN <= limit_B.unsqueeze(1)))
+        drawn = _Drawing(state, sequences, self.drafter, template).run(stats)
+        limit_B1 = torch.tensor(depth_limit, device=state.device).unsqueeze(1)
+        exists_BN = drawn.tree.score_BN > float("-inf")
+        return trees.keep_slots(drawn, exists_BN & (drawn.tree.depth_BN <= limit_B1))
 
 
 class _Drawing:
@@ -81,7 +81,7 @@ class _Drawing:
         self.recurrent: dict[int, torch.Tensor] = {}  # slot -> [B, H] input of its children
         self.scratch: list[int] = []  # expanded slots in the order of their draft K/V
 
-    def run(self, stats: SpeculationStats) -> Tree:
+    def run(self, stats: SpeculationStats) -> Drawn:
         for sequence in self.sequences:
             pending = sequence.draft_length + sequence.num_pending
             self.state.reserve(sequence, pending + len(self.children))
@@ -100,14 +100,8 @@ class _Drawing:
         parent_N = torch.tensor(self.template.parent, device=self.state.device)
         depth_N = torch.tensor(self.template.depth, device=self.state.device)
         count_B = torch.full((batch,), len(parent_N), device=self.state.device)
-        return Tree(
-            self.token_BN,
-            parent_N.repeat(batch, 1),
-            depth_N.repeat(batch, 1),
-            self.score_BN,
-            count_B,
-            self.law,
-        )
+        parent_BN, depth_BN = parent_N.repeat(batch, 1), depth_N.repeat(batch, 1)
+        return Drawn(Tree(self.token_BN, parent_BN, depth_BN, self.score_BN, count_B), self.law)
 
     def _expand(self, level: list[int], depth: int) -> DraftOutput:
         """Run the drafter on these slots of every sequence; rows are (sequence, slot) pairs."""

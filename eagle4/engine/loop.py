@@ -14,7 +14,7 @@ from transformers import StoppingCriteriaList
 from ..harness import Policy
 from ..sampling import for_sequence, process_path
 from ..target import TargetAdapter
-from ..types import Tree
+from ..types import Drawn, Law, Tree
 from .call import Call, Request, Result
 from .commit import commit_cache, commit_tokens
 from .drafting import Draft, DraftError
@@ -108,10 +108,9 @@ def _prefill(call: Call, sequence: Sequence) -> None:
 def _round(call: Call, sequences: list[Sequence]) -> None:
     state, stats = call.state, call.stats
     limits = [_depth_limit(call, sequence) for sequence in sequences]
-    tree = _draft(call, sequences, limits)
-    speculative = tree is not None
-    if tree is None:
-        tree = empty_tree(len(sequences), state.device)
+    drafted = _draft(call, sequences, limits)
+    speculative = drafted is not None
+    tree, law = (empty_tree(len(sequences), state.device), None) if drafted is None else drafted
     with stats.stage("verify"):
         verified = verify(
             state,
@@ -120,6 +119,7 @@ def _round(call: Call, sequences: list[Sequence]) -> None:
             call.target,
             call.processors,
             call.request.output_hidden_states,
+            law,
         )
     stats.rounds += 1
     stats.target_calls += 1
@@ -140,8 +140,10 @@ def _depth_limit(call: Call, sequence: Sequence) -> int:
     return max(room, 0)
 
 
-def _draft(call: Call, sequences: list[Sequence], limits: list[int]) -> Tree | None:
-    """The round's tree, or None for a plain round."""
+def _draft(
+    call: Call, sequences: list[Sequence], limits: list[int]
+) -> tuple[Tree, Law | None] | None:
+    """The round's tree, with its law if it was drawn; or None for a plain round."""
     if call.draft is None or call.policy is None or max(limits) == 0:
         return None
     plan = call.policy.plan(len(sequences))
@@ -151,7 +153,8 @@ def _draft(call: Call, sequences: list[Sequence], limits: list[int]) -> Tree | N
         if any(s.draft_length + s.num_pending < s.length - 1 for s in sequences):
             raise RuntimeError("the target's taps did not reach the drafter")
         with call.stats.stage("draft"):
-            tree = call.draft(call.state, sequences, plan, limits, call.stats)
+            found = call.draft(call.state, sequences, plan, limits, call.stats)
+        tree, law = found if isinstance(found, Drawn) else (found, None)
         _check_tokens(tree, call.target.config.vocab_size)
     except Exception as error:  # speculation is an optimisation, never a dependency
         reason = f"{type(error).__name__}: {error}"
@@ -162,7 +165,7 @@ def _draft(call: Call, sequences: list[Sequence], limits: list[int]) -> Tree | N
         call.state.forget_drafts()
         return None
     call.stats.nodes_verified += int(tree.count_B.sum())
-    return tree
+    return tree, law
 
 
 def _check_tokens(tree: Tree, vocab_size: int) -> None:

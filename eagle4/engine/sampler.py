@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from ..noise import Purpose, gumbel, position_key, stream_key
 from ..sampling import Choose, context_free, draft_law
-from ..types import Candidates, Tree
+from ..types import Candidates, Drawn
 from ..verify import choose_coupled, choose_rejection
 from .state import Sequence
 
@@ -27,20 +27,20 @@ class Sampler:
         self.warpers = warpers
         self.ranks = RankAcceptance()
 
-    def choose(self, sequence: Sequence, tree: Tree | None = None, b: int = 0) -> Choose:
+    def choose(self, sequence: Sequence, drawn: Drawn | None = None, b: int = 0) -> Choose:
         """What picks the token behind a verified row of tree ``b``.
 
-        Children that were drawn (`Tree.law`) are put to the acceptance test. Anything else is
-        coupled: the token depends on the seed and its position alone.
+        Children that were drawn are put to the acceptance test. Anything else is coupled: the
+        token depends on the seed and its position alone.
         """
         key = self.keys[sequence.index]
 
         def coupled(row: int, depth: int, score_V: torch.Tensor) -> torch.Tensor:
             return choose_coupled(score_V, key, sequence.length + depth)
 
-        if tree is None or tree.law is None:
+        if drawn is None:
             return coupled
-        law = tree.law
+        tree, law = drawn
 
         def rejection(row: int, depth: int, score_V: torch.Tensor) -> torch.Tensor:
             is_child_N = (tree.parent_BN[b] == row - 1) & (tree.depth_BN[b] > 0)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..types import Law, Tree
+from ..types import Drawn, Law, Tree
 
 
 class Template(NamedTuple):
@@ -66,8 +66,9 @@ def _depth_first(slots: list[tuple[int, int, int]]) -> Template:
     )
 
 
-def keep_slots(tree: Tree, kept_BN: torch.Tensor) -> Tree:
+def keep_slots(drawn: Drawn, kept_BN: torch.Tensor) -> Drawn:
     """The tree without some slots, in the same order. With a node all its descendants must go."""
+    tree, law = drawn
     order = (~kept_BN).sort(dim=1, stable=True).indices
     kept_BN = kept_BN.gather(1, order)
     batch, nodes = order.shape
@@ -75,16 +76,13 @@ def keep_slots(tree: Tree, kept_BN: torch.Tensor) -> Tree:
     place.scatter_(1, order, torch.arange(nodes, device=order.device).repeat(batch, 1))
     parent_BN = tree.parent_BN.gather(1, order)
     parent_BN = place.gather(1, torch.where(parent_BN < 0, nodes, parent_BN))
-    law = tree.law
-    if law is not None:
-        rows = torch.cat([torch.zeros_like(order[:, :1]), order + 1], dim=1)
-        rows = rows.unsqueeze(-1).expand(-1, -1, law.token_BRC.shape[-1])
-        law = Law(law.token_BRC.gather(1, rows), law.logp_BRC.gather(1, rows))
-    return Tree(
+    rows = torch.cat([torch.zeros_like(order[:, :1]), order + 1], dim=1)
+    rows = rows.unsqueeze(-1).expand(-1, -1, law.token_BRC.shape[-1])
+    kept = Tree(
         tree.token_BN.gather(1, order).masked_fill(~kept_BN, 0),
         parent_BN.masked_fill(~kept_BN, -1),
         tree.depth_BN.gather(1, order).masked_fill(~kept_BN, 0),
         tree.score_BN.gather(1, order).masked_fill(~kept_BN, float("-inf")),
         kept_BN.sum(dim=1),
-        law,
     )
+    return Drawn(kept, Law(law.token_BRC.gather(1, rows), law.logp_BRC.gather(1, rows)))
