@@ -21,7 +21,7 @@ from .state import Sequence, State
 from .stats import SpeculationStats
 
 # Slots whose node would be accepted more rarely cost more than they bring.
-MIN_SURVIVAL = 0.03
+MIN_SURVIVAL = 0.02
 
 
 class TemplateDraft(EagleDraft):

@@ -32,6 +32,7 @@ _SETTINGS = {
     "guidance_scale": (None, 1),
     **dict.fromkeys(("penalty_alpha", "dola_layers", "constraints", "force_words_ids"), (None, 0)),
     **dict.fromkeys(("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"), (None, 0)),
+    **dict.fromkeys(("is_assistant", "speculation_type", "continuous_batching_config"), (None, 0)),
 }
 _ARGUMENTS = (
     *("assistant_model", "custom_generate", "inputs_embeds", "negative_prompt_ids"),

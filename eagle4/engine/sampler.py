@@ -16,7 +16,7 @@ from ..verify import choose_coupled, choose_rejection
 from .state import Sequence
 
 # How much a coupled candidate's lead in log q + g says about the target's choice; see `rank`.
-SHARPNESS = 1.0
+SHARPNESS = 0.5
 
 
 class Sampler:
