@@ -216,7 +216,9 @@ def test_a_target_that_samples_by_default_keeps_its_defaults():
     model = Eagle4ForCausalLM(target, small_drafter(target))
     inputs = prompt([5])
     outs = [model.generate(**inputs, seed=s, speculative=None).tolist() for s in range(6)]
-    assert outs == [model.generate(**inputs, seed=s, speculative="eagle4").tolist() for s in range(6)]
+    assert outs == [
+        model.generate(**inputs, seed=s, speculative="eagle4").tolist() for s in range(6)
+    ]
     assert len({str(out) for out in outs}) > 1, "the checkpoint's own settings say: sample"
     named = dict(do_sample=True, temperature=0.7, max_new_tokens=6, eos_token_id=[3, 4])
     assert model.generate(**inputs, seed=0, **named).tolist() == outs[0]

@@ -150,8 +150,8 @@ def check_seedless(generation_config: GenerationConfig) -> None:
     """Raise `ValueError` when decoding that is not the engine's is given a seed."""
     if generation_config.do_sample and getattr(generation_config, "seed", None) is not None:
         raise ValueError(
-            "seed is honoured by eagle4's own decoding only, which cannot serve this call (use_cache"
-            "=False, another cache, output_attentions, ...); use torch.manual_seed"
+            "seed is honoured by eagle4's own decoding only, which cannot serve this call (another "
+            "cache or none, output_attentions, guidance, ...); use torch.manual_seed"
         )
 
 

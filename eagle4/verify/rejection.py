@@ -2,8 +2,8 @@
 
 Children are tried in draw order. With p the law that is still owed and q the law that the next
 child was drawn from: accept y with probability min(1, p(y)/q(y)); after a rejection
-``p <- norm(max(0, p - q))`` and ``q <- q without y, renormalised``; if all are rejected the token is
-drawn from what is left of p. One child is the rule of Leviathan et al. (2023) and Chen et al.
+``p <- norm(max(0, p - q))`` and ``q <- q without y, renormalised``; if all are rejected the token
+is drawn from what is left of p. One child is the rule of Leviathan et al. (2023) and Chen et al.
 (2023); without replacement: Jeon et al. (2024), Yang et al. (2024).
 
 Exact as long as nothing that is decided about a child depends on what was drawn for it: which

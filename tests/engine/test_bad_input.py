@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from scripted import ScriptedModel, small_drafter
 from scripted import Oracle as Script
+from scripted import ScriptedModel, small_drafter
 from tiny import tiny_llama
 from transformers import LogitsProcessor, LogitsProcessorList
 

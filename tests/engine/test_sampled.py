@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from scripted import ScriptedModel, small_drafter, unpadded
 from scripted import Mixed as Script
+from scripted import ScriptedModel, small_drafter, unpadded
 from tiny import tiny_llama
 from transformers import StoppingCriteria, StoppingCriteriaList
 
@@ -84,7 +84,7 @@ def test_coupled_equals_plain_with_processors(model, name):
 
 @pytest.mark.parametrize("right", [[2, 0, 3], [40, 40, 40]])
 def test_drafts_that_know_the_future(right):
-    """A script that knows the sampled text is accepted all the way; wrong siblings change nothing."""
+    """A script that knows the sampled text is accepted all the way, wrong siblings or not."""
     inputs = prompt(LENGTHS)
     target = shared_target()
     plain = Eagle4ForCausalLM(target, small_drafter(target))

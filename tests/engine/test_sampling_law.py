@@ -72,7 +72,12 @@ def after_last(row: int, ids: torch.Tensor) -> list[int]:
 
 
 def assert_same_law(
-    rule: str, shape: str, vocab: int = 3, horizon: int = 2, seed: int = 0, broken: str | None = None
+    rule: str,
+    shape: str,
+    vocab: int = 3,
+    horizon: int = 2,
+    seed: int = 0,
+    broken: str | None = None,
 ) -> None:
     language = Language(vocab, seed)
     processors = LogitsProcessorList(RULES[rule]())

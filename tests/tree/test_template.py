@@ -50,11 +50,7 @@ def test_shape(seed):
 
 def test_it_is_the_best_one():
     table = [[0.5, 0.2, 0.1], [0.4, 0.25, 0.1], [0.3, 0.2, 0.15]]
-    every = [
-        path
-        for depth in (1, 2, 3)
-        for path in itertools.product(range(3), repeat=depth)
-    ]
+    every = [path for depth in (1, 2, 3) for path in itertools.product(range(3), repeat=depth)]
 
     def value(path):
         result = 1.0
