@@ -188,6 +188,8 @@ class SpeculativeConfig:
     ``mode``: ``"auto"`` and ``"tree"`` draft ``top_k`` wide, ``"chain"`` drafts width 1.
     ``max_depth`` drafter levels, ``top_k`` children per node and frontier width, ``max_nodes``
     nodes verified per sequence (at most 63: ancestor sets are 64-bit masks with the root).
+    ``sampling`` matters with ``do_sample=True`` only: ``"coupled"`` gives the tokens of plain
+    sampling with the same seed, ``"rejection"`` others of the same law.
     Raises `ValueError` for values out of range.
     """
 
@@ -195,10 +197,13 @@ class SpeculativeConfig:
     max_depth: int = 12
     top_k: int = 4
     max_nodes: int = 16
+    sampling: str = "coupled"
 
     def __post_init__(self):
         if self.mode not in ("auto", "tree", "chain"):
             raise ValueError(f"mode must be 'auto', 'tree' or 'chain', got {self.mode!r}")
+        if self.sampling not in ("coupled", "rejection"):
+            raise ValueError(f"sampling must be 'coupled' or 'rejection', got {self.sampling!r}")
         for name, low, high in (("max_depth", 1, 63), ("top_k", 1, 16), ("max_nodes", 1, 63)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:

@@ -23,11 +23,14 @@ from .drafter.pairing import check_pair
 from .engine import Eagle4Cache, Request, Result, SpeculationStats, requests, run
 from .engine.call import CACHE_KEYWORD, Eagle4Output
 from .engine.drafting import EagleDraft
+from .engine.drawing import TemplateDraft
 from .harness import FixedPolicy
 from .ops import PackedLinears
 from .pair import Eagle4PairConfig, check_complete, is_pair, speculative_defaults
 from .shell import TargetShell
 from .target import TargetAdapter, check_target
+
+_ENGINE_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
 class Eagle4ForCausalLM(TargetShell):
@@ -140,15 +143,18 @@ class Eagle4ForCausalLM(TargetShell):
     # -- generation ------------------------------------------------------------------------------
 
     def generate(self, inputs=None, generation_config=None, *args, **kwargs):  # type: ignore[override]
-        """Transformers' `generate` with one more argument, ``speculative``.
+        """Transformers' `generate` with two more arguments, ``speculative`` and ``seed``.
 
         ``speculative``: ``"eagle4"``, None (plain decoding in the same engine), a
         `SpeculativeConfig` or a dict of its fields; without the argument,
-        ``generation_config.speculative`` decides. Raises `ValueError`, naming the argument, for
-        what speculation cannot honour. Statistics are in ``out.speculation`` (with
+        ``generation_config.speculative`` decides. ``seed`` (for ``do_sample=True``): an integer,
+        or a list with one for every returned sequence; without it one is drawn from torch's
+        default generator, so that `torch.manual_seed` governs. Raises `ValueError`, naming the
+        argument, for what cannot be honoured. Statistics are in ``out.speculation`` (with
         ``return_dict_in_generate=True``) and in ``model.last_speculation``.
         """
         speculative = requests.resolve(self, generation_config, kwargs)
+        seed = requests.resolve_seed(generation_config, kwargs)
         requests.check_arguments(self, speculative, inputs, generation_config, kwargs)
         if "past_key_values" in kwargs:
             kwargs[CACHE_KEYWORD] = kwargs.pop("past_key_values")
@@ -156,21 +162,25 @@ class Eagle4ForCausalLM(TargetShell):
         if generation_config is not None:
             generation_config = copy.deepcopy(generation_config)
             generation_config.speculative = requests.serialise(speculative)
+            generation_config.seed = seed
         else:
-            if not hasattr(self.generation_config, "speculative"):  # the user assigned another one
-                self.generation_config.speculative = None  # type: ignore
-            kwargs["speculative"] = requests.serialise(speculative)
+            for name in ("speculative", "seed"):
+                if not hasattr(self.generation_config, name):  # the user assigned another one
+                    setattr(self.generation_config, name, None)
+            kwargs |= {"speculative": requests.serialise(speculative), "seed": seed}
         return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore
 
     def _validate_generation_mode(self, mode, generation_config, mode_kwargs) -> None:
         super()._validate_generation_mode(mode, generation_config, mode_kwargs)  # type: ignore
-        if generation_config.speculative and mode != GenerationMode.GREEDY_SEARCH:
+        if generation_config.speculative and mode not in _ENGINE_MODES:
             raise ValueError(f"{mode.value} cannot be combined with speculative=")
+        if generation_config.seed is not None and mode not in _ENGINE_MODES:
+            raise ValueError(f"seed cannot be combined with {mode.value}; use torch.manual_seed")
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, mode, *args):
         """The engine owns its cache; Transformers makes one only for its own decoding."""
-        is_greedy = mode == GenerationMode.GREEDY_SEARCH
-        if not (is_greedy and requests.uses_engine(generation_config, model_kwargs)):
+        is_ours = mode in _ENGINE_MODES
+        if not (is_ours and requests.uses_engine(generation_config, model_kwargs)):
             requests.check_foreign(model_kwargs)
             super()._prepare_cache_for_generation(  # type: ignore
                 generation_config, model_kwargs, mode, *args
@@ -191,6 +201,7 @@ class Eagle4ForCausalLM(TargetShell):
         if synced_gpus or not requests.uses_engine(
             generation_config, model_kwargs, logits_processor
         ):
+            requests.check_seedless(generation_config)
             return super()._sample(  # type: ignore
                 *prepared, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs
             )
@@ -218,7 +229,8 @@ class Eagle4ForCausalLM(TargetShell):
         if config is None or self.drafter is None:
             return None, None
         policy = FixedPolicy(config)
-        return policy, EagleDraft(self.drafter, policy)
+        draft = TemplateDraft if config.sampling == "rejection" else EagleDraft
+        return policy, draft(self.drafter, policy)
 
 
 AutoConfig.register(Eagle4Config.model_type, Eagle4Config, exist_ok=True)

@@ -61,9 +61,10 @@ def check_complete(path: str | os.PathLike, info: dict[str, Any]) -> None:
 
 
 def speculative_defaults(like: GenerationConfig | None) -> GenerationConfig:
-    """A copy with a place for ``speculative``, of a kind that keeps it when it is saved."""
+    """A copy with places for ``speculative`` and ``seed``, of a kind that keeps them when saved."""
     config = GenerationConfig() if like is None else copy.deepcopy(like)
     config._from_model_config = False
-    if not hasattr(config, "speculative"):
-        config.speculative = None  # type: ignore[attr-defined]
+    for name in ("speculative", "seed"):
+        if not hasattr(config, name):
+            setattr(config, name, None)
     return config

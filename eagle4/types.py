@@ -30,6 +30,23 @@ class Tree(NamedTuple):
     count_B: torch.Tensor  # int64 live nodes
 
 
+class Law(NamedTuple):
+    """The laws that a sampled tree's children were drawn from: root in row 0, node i in row i + 1.
+
+    Siblings were drawn without replacement, in the order of their indices.
+    """
+
+    token_BRC: torch.Tensor  # int64 distinct candidates
+    logp_BRC: torch.Tensor  # float64 log-probabilities, -inf: never drawn
+
+
+class Drawn(NamedTuple):
+    """A tree whose nodes were drawn, not chosen."""
+
+    tree: Tree
+    law: Law
+
+
 class Candidates(NamedTuple):
     """What the drafter proposes after each of its rows, best first."""
 

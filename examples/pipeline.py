@@ -10,7 +10,8 @@ from eagle4 import Eagle4ForCausalLM, demo
 target, tokenizer = demo.smollm2(dtype="auto")
 model = Eagle4ForCausalLM.from_pretrained(target, demo.drafter_path(), tokenizer=tokenizer)
 
-# A pipeline samples unless it is told otherwise; `speculative` may also be given per call.
+# A pipeline samples unless it is told otherwise, which speculation serves as well (then add `seed`
+# for text that can be repeated); `speculative` may also be given per call.
 generator = pipeline(
     "text-generation",
     model=model,

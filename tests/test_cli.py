@@ -107,8 +107,8 @@ def test_check_passes_on_equal_output(folders, prompts, capsys):
 
 
 def test_check_fails_on_a_wrong_token(folders, prompts, monkeypatch, capsys):
-    def broken_arms(model, target, names, speculative):
-        arms = real(model, target, names, speculative)
+    def broken_arms(*args):
+        arms = real(*args)
         honest = arms["eagle4"]
 
         def wrong(inputs, max_new_tokens):
@@ -122,6 +122,16 @@ def test_check_fails_on_a_wrong_token(folders, prompts, monkeypatch, capsys):
     assert main(["check", *folders, *prompts]) == 1
     line = last_line(capsys)
     assert not line["ok"] and line["unexplained"] == 6
+
+
+def test_check_of_sampled_decoding(folders, prompts, capsys):
+    sampled = ["--temperature", "0.8", "--seed", "4", "--dtype", "float32"]
+    arms = ["--arms", "plain,eagle4,chain"]
+    assert main(["check", *folders, *prompts, *sampled, *arms]) == 0
+    line = last_line(capsys)
+    assert line["ok"] and len(line["pairs"]) == 3
+    assert main(["check", *folders, *prompts, *sampled]) == 2
+    assert "shared noise" in capsys.readouterr().err
 
 
 def test_from_prompts_to_a_drafter_that_generates(folders, tmp_path, capsys):

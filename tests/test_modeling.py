@@ -215,13 +215,13 @@ def test_a_target_that_samples_by_default_keeps_its_defaults():
     )
     model = Eagle4ForCausalLM(target, small_drafter(target))
     inputs = prompt([5])
-    outs = []
-    for generator in (target, model):
-        torch.manual_seed(0)
-        outs.append(generator.generate(**inputs).tolist())
-    assert outs[0] == outs[1]
-    with pytest.raises(ValueError, match="do_sample"):
-        model.generate(**inputs, speculative="eagle4")
+    outs = [model.generate(**inputs, seed=s, speculative=None).tolist() for s in range(6)]
+    assert outs == [
+        model.generate(**inputs, seed=s, speculative="eagle4").tolist() for s in range(6)
+    ]
+    assert len({str(out) for out in outs}) > 1, "the checkpoint's own settings say: sample"
+    named = dict(do_sample=True, temperature=0.7, max_new_tokens=6, eos_token_id=[3, 4])
+    assert model.generate(**inputs, seed=0, **named).tolist() == outs[0]
     got = model.generate(**inputs, speculative="eagle4", do_sample=False)
     assert got.tolist() == target.generate(**inputs, do_sample=False).tolist()
     assert not hasattr(target.generation_config, "speculative"), "the target is the user's"

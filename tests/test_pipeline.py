@@ -75,14 +75,17 @@ def test_chats(model, pipes):
     assert got[0]["generated_text"][-1]["role"] == "assistant"
 
 
-def test_the_pipelines_own_defaults_sample_without_speculation(pipes):
+def test_the_pipelines_own_defaults_sample(model, pipes):
     outs = []
-    for pipe in pipes:
+    for speculative in (None, "eagle4", "eagle4"):
         torch.manual_seed(5)
-        outs.append(pipe(TEXTS[0], max_new_tokens=6))
-    assert outs[0] == outs[1]
-    with pytest.raises(ValueError, match="do_sample"):
-        pipes[1](TEXTS[0], max_new_tokens=6, speculative="eagle4", do_sample=True)
+        outs.append(pipes[1](TEXTS[0], max_new_tokens=12, speculative=speculative))
+    assert outs[0] == outs[1] == outs[2]
+    assert_drafted(model)
+    seeded = [pipes[1](TEXTS, max_new_tokens=12, seed=3, speculative=s) for s in (None, "eagle4")]
+    assert seeded[0] == seeded[1]
+    torch.manual_seed(6)
+    assert pipes[1](TEXTS[0], max_new_tokens=12) != outs[0]
 
 
 def test_speculative_given_when_the_pipeline_is_made(model, word_tokenizer, pipes):

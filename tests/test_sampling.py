@@ -14,7 +14,8 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, SynthIDTextWatermarkingConfig
 from transformers.generation import logits_process as hf
 
-from eagle4.sampling import for_sequence, process_path
+from eagle4.sampling import context_free, draft_law, for_sequence, process_path
+from eagle4.types import Candidates
 
 VOCAB = 12
 
@@ -255,3 +256,39 @@ def test_a_users_per_row_processor_keeps_its_row(row):
     view = for_sequence(LogitsProcessorList([PerRow(bias)]), row, 3)
     scores = torch.randn(1, VOCAB)
     assert torch.equal(view(torch.tensor([[1, 2]]), scores), scores + bias[row])
+
+
+class Tally(LogitsProcessor):
+    """Stateful: its n-th call favours token n."""
+
+    is_stateful = True
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        scores = scores.clone()
+        scores[:, self.calls] += 1000.0
+        return scores
+
+
+def test_a_processor_that_declares_state_gets_one_copy_per_row():
+    shared = LogitsProcessorList([Tally()])
+    views = [for_sequence(shared, row, 2) for row in range(2)]
+    ids, scores = torch.tensor([[1, 2]]), torch.zeros(1, VOCAB)
+    found = [int(views[row](ids, scores).argmax()) for row in (0, 0, 1, 0, 1)]
+    assert found == [1, 2, 1, 3, 2]
+    assert for_sequence(shared, 0, 1)[0] is shared[0], "alone it is the user's own"
+
+
+def test_a_draft_law_is_the_warped_law_of_the_candidates():
+    candidates = Candidates(torch.tensor([[7, 2, 9]]), torch.tensor([[0.5, 0.3, 0.2]]).log())
+    warpers = LogitsProcessorList(
+        [hf.RepetitionPenaltyLogitsProcessor(1.5), hf.TemperatureLogitsWarper(0.5)]
+        + [hf.TopKLogitsWarper(2), hf.LogitNormalization()]
+    )
+    law = draft_law(context_free(warpers), candidates)
+    assert law.logp_RK.dtype == torch.float64
+    wanted = torch.tensor([[25 / 34, 9 / 34, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(law.logp_RK.exp(), wanted, atol=1e-6, rtol=0)

@@ -62,9 +62,17 @@ def drafter_source(args: Namespace) -> str:
 
 def speculation(args: Namespace) -> SpeculativeConfig:
     """The options that were given, on top of the defaults."""
-    names = ("mode", "max_depth", "top_k", "max_nodes")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    return SpeculativeConfig(**given)
+    names = ("mode", "max_depth", "top_k", "max_nodes", "sampling")
+    given = {name: getattr(args, name, None) for name in names}
+    return SpeculativeConfig(**{name: value for name, value in given.items() if value is not None})
+
+
+def decoding(args: Namespace) -> dict[str, Any]:
+    """Greedy, or sampling when a sampling option was given: arguments of `generate`."""
+    names = ("temperature", "top_p", "seed")
+    given = {name: getattr(args, name, None) for name in names}
+    given = {name: value for name, value in given.items() if value is not None}
+    return {"do_sample": bool(given), **given}
 
 
 def setup_record(args: Namespace, loaded: Loaded) -> dict[str, Any]:
@@ -82,7 +90,12 @@ def setup_record(args: Namespace, loaded: Loaded) -> dict[str, Any]:
             "batch_size": args.batch_size,
             "turns": args.turns,
             "max_new_tokens": args.max_new_tokens,
-            "decoding": "greedy",
+            "decoding": _describe(decoding(args)),
         },
         "environment": describe_environment(),
     }
+
+
+def _describe(settings: dict[str, Any]) -> str:
+    given = [f"{name} {value}" for name, value in settings.items() if name != "do_sample"]
+    return ", ".join(["sampling", *given]) if settings["do_sample"] else "greedy"

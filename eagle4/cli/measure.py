@@ -21,7 +21,7 @@ from ..evaluation.report import (
     lossless_record,
     write_files,
 )
-from .common import load_pair, setup_record, speculation
+from .common import decoding, load_pair, setup_record, speculation
 
 
 def bench(args: Namespace) -> int:
@@ -37,7 +37,7 @@ def bench(args: Namespace) -> int:
     )
     prompts = _prompts(args)
     loaded = load_pair(args)
-    arms = make_arms(loaded.model, loaded.target, names, speculation(args))
+    arms = make_arms(loaded.model, loaded.target, names, speculation(args), decoding(args))
     # The machine's load is part of the setup: describe it before this process adds its own.
     result = setup_record(args, loaded)
     result["setup"] |= {"repeats": args.repeats, "warmup": args.warmup}
@@ -50,15 +50,20 @@ def bench(args: Namespace) -> int:
 
 def check(args: Namespace) -> int:
     """Token-for-token comparison of the arms; status 1 unless every difference is a near tie."""
-    names = _arm_names(args)
+    names, settings = _arm_names(args), decoding(args)
+    if settings["do_sample"] and set(names) - {"plain", "eagle4", "chain"}:
+        raise ValueError(
+            "sampled arms give the same tokens only under the engine's shared noise: pass --arms "
+            "plain,eagle4 (and chain)"
+        )
     prompts = _prompts(args)
     loaded = load_pair(args)
     result = setup_record(args, loaded)
     report = check_lossless(
-        make_arms(loaded.model, loaded.target, names, speculation(args)),
+        make_arms(loaded.model, loaded.target, names, speculation(args), settings),
         prompts,
         loaded.tokenizer,
-        Arbiter(loaded.target),
+        None if settings["do_sample"] else Arbiter(loaded.target),
         max_new_tokens=args.max_new_tokens,
         batch_size=args.batch_size,
         max_turns=args.turns,

@@ -46,6 +46,20 @@ def model_options(parser: argparse.ArgumentParser, drafter: bool = True) -> None
     group.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
 
 
+def sampling_options(parser: argparse.ArgumentParser) -> None:
+    """Sampling instead of greedy decoding."""
+    group = parser.add_argument_group("sampling (default: greedy decoding)")
+    group.add_argument("--temperature", type=float, metavar="T", help="sample at this temperature")
+    group.add_argument("--top-p", type=float, metavar="P", help="from the likeliest tokens")
+    group.add_argument("--seed", type=int, metavar="N", help="same seed, same text")
+    group.add_argument(
+        "--sampling",
+        choices=("coupled", "rejection"),
+        help="how drafts meet the target's law: coupled (default) gives the text of plain "
+        "sampling with the same seed",
+    )
+
+
 def speculation_options(parser: argparse.ArgumentParser) -> None:
     """Fields of `SpeculativeConfig`."""
     group = parser.add_argument_group("speculation (the defaults are meant to be kept)")

@@ -10,6 +10,7 @@ from .options import (
     length_option,
     model_options,
     prompt_options,
+    sampling_options,
     speculation_options,
     target_option,
 )
@@ -65,6 +66,7 @@ def _generate(commands) -> None:
     length_option(parser, 256)
     model_options(parser)
     speculation_options(parser)
+    sampling_options(parser)
 
 
 def _chat(commands) -> None:
@@ -81,6 +83,7 @@ def _chat(commands) -> None:
     length_option(parser, 512)
     model_options(parser)
     speculation_options(parser)
+    sampling_options(parser)
 
 
 def _bench(commands) -> None:
@@ -104,6 +107,7 @@ def _bench(commands) -> None:
     prompt_options(parser)
     model_options(parser)
     speculation_options(parser)
+    sampling_options(parser)
 
 
 def _check(commands) -> None:
@@ -111,7 +115,7 @@ def _check(commands) -> None:
         commands,
         "check",
         measure.check,
-        "prove that speculation does not change greedy output",
+        "prove that speculation does not change the output",
         "eagle4 check --prompts mt_bench.jsonl --dtype float32 --max-new-tokens 128",
         "Compares with plain decoding and with Transformers' generate, token for token. Every "
         "difference is arbitrated in fp32. Exit status 1 if one is not a near tie.",
@@ -121,6 +125,7 @@ def _check(commands) -> None:
     prompt_options(parser)
     model_options(parser)
     speculation_options(parser)
+    sampling_options(parser)
 
 
 def _data(commands) -> None:

@@ -9,7 +9,7 @@ from argparse import Namespace
 from transformers import TextStreamer
 
 from ..evaluation.prompts import Message, encode
-from .common import Loaded, load_pair, speculation
+from .common import Loaded, decoding, load_pair, speculation
 
 
 def generate(args: Namespace) -> int:
@@ -56,7 +56,7 @@ def _answer(loaded: Loaded, inputs, args: Namespace) -> str:
         **inputs,
         speculative=None if args.plain else speculation(args),
         max_new_tokens=args.max_new_tokens,
-        do_sample=False,
+        **decoding(args),
         return_dict_in_generate=True,
         streamer=streamer,
     )

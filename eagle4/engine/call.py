@@ -15,6 +15,7 @@ from ..target import TargetAdapter
 from .drafting import Draft
 from .output import Recorder, Streamer
 from .prefix import Eagle4Cache
+from .sampler import Sampler
 from .state import State
 from .stats import SpeculationStats
 
@@ -50,6 +51,7 @@ class Request:
     max_length: int
     pad_token: int
     pads_finished: bool
+    sampler: Sampler | None = None
     max_position: int | None = None
     streamer: object | None = None
     cache: Eagle4Cache | None = None

@@ -15,11 +15,12 @@ from .. import tree as trees
 from ..cache import AttentionStep, Window, attend, build_step
 from ..drafter import DraftOutput, Eagle4Drafter
 from ..harness import Policy
-from ..types import Candidates, Plan, Tree
+from ..types import Candidates, Drawn, Plan, Tree
 from .state import Sequence, State
 from .stats import SpeculationStats
 
 CHUNK = 512  # rows of one depth-0 forward
+MAX_CANDIDATES = 128  # of a law that tokens are drawn from
 
 
 class DraftError(RuntimeError):
@@ -43,7 +44,7 @@ class Draft(Protocol):
         plan: Plan,
         depth_limit: list[int],
         stats: SpeculationStats,
-    ) -> Tree:
+    ) -> Tree | Drawn:
         """A pruned tree of every sequence, none deeper than its ``depth_limit`` (at least 0)."""
         ...
 
@@ -62,7 +63,7 @@ class EagleDraft:
         plan: Plan,
         depth_limit: list[int],
         stats: SpeculationStats,
-    ) -> Tree:
+    ) -> Tree | Drawn:
         """Raises `DraftError` on non-finite probabilities."""
         plan = plan._replace(top_k=min(plan.top_k, self.drafter.num_proposable))
         return _draft(state, sequences, self.drafter, self.policy, plan, depth_limit, stats)
@@ -80,8 +81,8 @@ def _draft(
     for sequence in sequences:
         pending = sequence.draft_length + sequence.num_pending
         state.reserve(sequence, pending + plan.top_k * plan.max_depth)
-    root = _catch_up(state, sequences, drafter, stats)
-    candidates = _propose(drafter, root.head_RH, plan.top_k)
+    root = catch_up(state, sequences, drafter, stats)
+    candidates = _propose(state, sequences, drafter, root.head_RH, 1, plan.top_k)
     growth = trees.start(candidates, plan.max_depth, plan.top_k)
     level = _Level(
         root.state_RH.unsqueeze(1).expand(-1, plan.top_k, -1),
@@ -103,7 +104,7 @@ def _wants_level(policy: Policy, plan: Plan, growth: trees.Growth, depth_limit: 
     return policy.go_deeper(plan, growth.depth, saturated)
 
 
-def _catch_up(
+def catch_up(
     state: State, sequences: list[Sequence], drafter: Eagle4Drafter, stats: SpeculationStats
 ) -> DraftOutput:
     """Depth 0 on all pending features; returns the last row of every sequence."""
@@ -126,7 +127,7 @@ def _catch_up(
             owners.append((sequence, count))
         step = build_step(state.table, windows, state.device)
         fused = drafter.fuse(torch.cat(features))
-        out = _forward(state, drafter, fused, torch.cat(tokens), step)
+        out = forward(state, drafter, fused, torch.cat(tokens), step)
         stats.draft_calls += 1
         row = -1
         for sequence, count in owners:
@@ -166,9 +167,10 @@ def _expand(
     visible_BKW = torch.cat([seen, itself], dim=-1)
     step = _scratch_step(state, sequences, visible_BKW, depth, width)
     token_R = pool.token_BN.gather(1, frontier_BK).flatten()
-    out = _forward(state, drafter, parent_state.flatten(0, 1), token_R, step)
+    out = forward(state, drafter, parent_state.flatten(0, 1), token_R, step)
     state_BKH = out.state_RH.unflatten(0, (batch, width))
-    return _Level(state_BKH, visible_BKW), _propose(drafter, out.head_RH, top_k)
+    candidates = _propose(state, sequences, drafter, out.head_RH, depth + 1, top_k)
+    return _Level(state_BKH, visible_BKW), candidates
 
 
 def _frontier_parents(growth: trees.Growth, top_k: int) -> torch.Tensor:
@@ -200,13 +202,15 @@ def _scratch_step(
     return build_step(state.table, windows, state.device)
 
 
-def _forward(
+def forward(
     state: State,
     drafter: Eagle4Drafter,
     hidden_RH: torch.Tensor,
     token_R: torch.Tensor,
     step: AttentionStep,
 ) -> DraftOutput:
+    """One drafter step on the draft pool."""
+
     def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         window = drafter.config.sliding_window
         return attend(state.draft_pool, 0, step, query, key, value, sliding_window=window)
@@ -214,8 +218,21 @@ def _forward(
     return drafter(hidden_RH, token_R, step.position_R, attention)
 
 
-def _propose(drafter: Eagle4Drafter, head_RH: torch.Tensor, top_k: int) -> Candidates:
-    candidates = drafter.propose(head_RH, top_k)
+def _propose(
+    state: State,
+    sequences: list[Sequence],
+    drafter: Eagle4Drafter,
+    head_RH: torch.Tensor,
+    depth: int,
+    top_k: int,
+) -> Candidates:
+    """The likeliest children, ``depth`` behind the roots; sampling looks at the shared noise."""
+    if state.sampler is None:
+        candidates = drafter.propose(head_RH, top_k)
+    else:
+        width = min(drafter.num_proposable, MAX_CANDIDATES)
+        candidates = drafter.propose(head_RH, width)
+        candidates = state.sampler.rank(candidates, sequences, depth, top_k)
     if not torch.isfinite(candidates.logp_RK[:, 0]).all():
         raise DraftError("the drafter's probabilities are not finite")
     return candidates

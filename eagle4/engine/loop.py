@@ -12,9 +12,9 @@ import torch
 from transformers import StoppingCriteriaList
 
 from ..harness import Policy
-from ..sampling import for_sequence
+from ..sampling import for_sequence, process_path
 from ..target import TargetAdapter
-from ..types import Tree
+from ..types import Drawn, Law, Tree
 from .call import Call, Request, Result
 from .commit import commit_cache, commit_tokens
 from .drafting import Draft, DraftError
@@ -33,8 +33,10 @@ def run(
     policy: Policy | None = None,
     draft: Draft | None = None,
 ) -> Result:
-    """Generate greedily. Without ``draft`` every round is plain: one row per sequence."""
-    state = State(request.input_ids, request.pads, request.pad_token, request.known)
+    """Generate. Without ``draft`` every round is plain: one row per sequence."""
+    state = State(
+        request.input_ids, request.pads, request.pad_token, request.known, request.sampler
+    )
     if request.cache is not None:
         resume(request.cache, state, needs_features=draft is not None)
     batch = len(state.sequences)
@@ -95,20 +97,20 @@ def _prefill(call: Call, sequence: Sequence) -> None:
         )
     stats.target_calls += calls
     call.recorder.add_prompt(sequence, hidden)
-    history = state.history(sequence).unsqueeze(0)
-    scores_RV = logits_RV.to(dtype=torch.float32, copy=True)
-    scores_RV = call.processors[sequence.index](history, scores_RV)  # type: ignore[arg-type]
-    _commit(call, sequence, [int(scores_RV[0].argmax())], scores_RV, [])
+    none = torch.zeros(0, dtype=torch.int64, device=state.device)
+    choose = None if state.sampler is None else state.sampler.choose(sequence)
+    processors, history = call.processors[sequence.index], state.history(sequence)
+    scores_RV, choice_R = process_path(processors, logits_RV, history, none, none, choose)
+    _commit(call, sequence, [int(choice_R[0])], scores_RV, [])
     call.recorder.add_rows(sequence, torch.tensor([0]), logits_RV, None)
 
 
 def _round(call: Call, sequences: list[Sequence]) -> None:
     state, stats = call.state, call.stats
     limits = [_depth_limit(call, sequence) for sequence in sequences]
-    tree = _draft(call, sequences, limits)
-    speculative = tree is not None
-    if tree is None:
-        tree = empty_tree(len(sequences), state.device)
+    drafted = _draft(call, sequences, limits)
+    speculative = drafted is not None
+    tree, law = (empty_tree(len(sequences), state.device), None) if drafted is None else drafted
     with stats.stage("verify"):
         verified = verify(
             state,
@@ -117,6 +119,7 @@ def _round(call: Call, sequences: list[Sequence]) -> None:
             call.target,
             call.processors,
             call.request.output_hidden_states,
+            law,
         )
     stats.rounds += 1
     stats.target_calls += 1
@@ -137,8 +140,10 @@ def _depth_limit(call: Call, sequence: Sequence) -> int:
     return max(room, 0)
 
 
-def _draft(call: Call, sequences: list[Sequence], limits: list[int]) -> Tree | None:
-    """The round's tree, or None for a plain round."""
+def _draft(
+    call: Call, sequences: list[Sequence], limits: list[int]
+) -> tuple[Tree, Law | None] | None:
+    """The round's tree, with its law if it was drawn; or None for a plain round."""
     if call.draft is None or call.policy is None or max(limits) == 0:
         return None
     plan = call.policy.plan(len(sequences))
@@ -148,7 +153,8 @@ def _draft(call: Call, sequences: list[Sequence], limits: list[int]) -> Tree | N
         if any(s.draft_length + s.num_pending < s.length - 1 for s in sequences):
             raise RuntimeError("the target's taps did not reach the drafter")
         with call.stats.stage("draft"):
-            tree = call.draft(call.state, sequences, plan, limits, call.stats)
+            found = call.draft(call.state, sequences, plan, limits, call.stats)
+        tree, law = found if isinstance(found, Drawn) else (found, None)
         _check_tokens(tree, call.target.config.vocab_size)
     except Exception as error:  # speculation is an optimisation, never a dependency
         reason = f"{type(error).__name__}: {error}"
@@ -159,7 +165,7 @@ def _draft(call: Call, sequences: list[Sequence], limits: list[int]) -> Tree | N
         call.state.forget_drafts()
         return None
     call.stats.nodes_verified += int(tree.count_B.sum())
-    return tree
+    return tree, law
 
 
 def _check_tokens(tree: Tree, vocab_size: int) -> None:

@@ -17,7 +17,7 @@ from ..cache import Window, build_step
 from ..sampling import process_path
 from ..target import TargetAdapter, TargetOutput
 from ..tree import ancestor_matrix
-from ..types import Tree, Verdict
+from ..types import Drawn, Law, Tree, Verdict
 from ..verify import verify_greedy
 from .state import Sequence, State
 
@@ -77,8 +77,13 @@ def verify(
     target: TargetAdapter,
     processors: list[LogitsProcessorList],
     all_hidden_states: bool = False,
+    law: Law | None = None,
 ) -> Verified:
-    """Run root and nodes of every sequence through the target and walk the tree greedily."""
+    """Run root and nodes of every sequence through the target and walk the tree.
+
+    The walk follows the target's own tokens: the argmax, or what the call's sampler draws. ``law``
+    belongs to a tree whose nodes were drawn.
+    """
     counts = tree.count_B.tolist()
     ancestors_BNN = ancestor_matrix(tree.parent_BN)
     windows, tokens = [], []
@@ -96,17 +101,20 @@ def verify(
         first_row.append(row)
         row += count + 1
     scores = []
+    drawn = None if law is None else Drawn(tree, law)
     choice_BR = torch.full(
         (len(sequences), tree.token_BN.shape[1] + 1), -1, dtype=torch.int64, device=state.device
     )
     for b, sequence in enumerate(sequences):
         count = counts[b]
+        choose = None if state.sampler is None else state.sampler.choose(sequence, drawn, b)
         scores_RV, choice_BR[b, : count + 1] = process_path(
             processors[sequence.index],
             output.logits_RV[first_row[b] : first_row[b] + count + 1],
             state.history(sequence),
             tree.token_BN[b, :count],
             tree.parent_BN[b, :count],
+            choose,
         )
         scores.append(scores_RV)
     return Verified(verify_greedy(tree, ancestors_BNN, choice_BR), first_row, scores, output)

@@ -16,6 +16,7 @@ from ..config import SpeculativeConfig
 from .call import Request
 from .masks import are_default_positions, is_left_padded, left_padding, num_known
 from .prefix import Eagle4Cache
+from .sampler import check_seed, make_sampler
 
 _CACHE_NAMES = ("cache", "past_key_values")
 # What `generate` prepares for every model. Anything else would not reach the target's forward.
@@ -31,6 +32,7 @@ _SETTINGS = {
     "guidance_scale": (None, 1),
     **dict.fromkeys(("penalty_alpha", "dola_layers", "constraints", "force_words_ids"), (None, 0)),
     **dict.fromkeys(("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"), (None, 0)),
+    **dict.fromkeys(("is_assistant", "speculation_type", "continuous_batching_config"), (None, 0)),
 }
 _ARGUMENTS = (
     *("assistant_model", "custom_generate", "inputs_embeds", "negative_prompt_ids"),
@@ -47,6 +49,14 @@ def resolve(model, generation_config: GenerationConfig | None, kwargs: dict) -> 
     else:
         value = getattr(model.generation_config, "speculative", None)
     return SpeculativeConfig.parse(value)
+
+
+def resolve_seed(generation_config: GenerationConfig | None, kwargs: dict) -> Any:
+    """The call's ``seed``: argument, then its config. Raises `ValueError` for a bad one."""
+    seed = kwargs.pop("seed", None)
+    if seed is None:
+        seed = getattr(generation_config, "seed", None)
+    return check_seed(seed)
 
 
 def serialise(config: SpeculativeConfig | None) -> dict | bool:
@@ -88,11 +98,6 @@ def _refuse(model, generation_config: GenerationConfig | None, kwargs: dict) -> 
         return next((value for value in found if value is not None), None)
 
     configs = (generation_config, model.generation_config)
-    if setting("do_sample", *configs):
-        raise ValueError(
-            "do_sample=True is not supported with speculative= yet; pass do_sample=False for "
-            "greedy decoding or speculative=None to sample without speculation"
-        )
     for name, allowed in _SETTINGS.items():
         value = setting(name, *configs)
         if value not in allowed:
@@ -112,7 +117,7 @@ def _refuse(model, generation_config: GenerationConfig | None, kwargs: dict) -> 
 def uses_engine(
     generation_config: GenerationConfig, model_kwargs: dict, processors: Any = ()
 ) -> bool:
-    """Whether the engine decodes this call: all greedy decoding that it can honour.
+    """Whether the engine decodes this call: greedy decoding and sampling that it can honour.
 
     Raises `ValueError` with speculation for what only the prepared call shows.
     """
@@ -122,7 +127,6 @@ def uses_engine(
         raise ValueError(f"{reason}; this cannot be combined with speculative=")
     return is_speculative or not (
         reason is not None
-        or generation_config.do_sample
         or (generation_config.num_beams or 1) > 1
         or generation_config.output_attentions
         or generation_config.use_cache is False
@@ -137,9 +141,18 @@ def check_foreign(model_kwargs: dict) -> None:
     for name in _CACHE_NAMES:
         if isinstance(model_kwargs.get(name), Eagle4Cache):
             raise ValueError(
-                f"{name} is an Eagle4Cache, which only greedy decoding continues; pass "
+                f"{name} is an Eagle4Cache, which only greedy decoding and sampling continue; pass "
                 f"{name}=cache.to_dynamic_cache()"
             )
+
+
+def check_seedless(generation_config: GenerationConfig) -> None:
+    """Raise `ValueError` when decoding that is not the engine's is given a seed."""
+    if generation_config.do_sample and getattr(generation_config, "seed", None) is not None:
+        raise ValueError(
+            "seed is honoured by eagle4's own decoding only, which cannot serve this call (another "
+            "cache or none, output_attentions, guidance, ...); use torch.manual_seed"
+        )
 
 
 def _unserved(model_kwargs: dict, processors: Any) -> str | None:
@@ -190,6 +203,7 @@ def build(
         max_length=generation_config.max_length + known,
         pad_token=0 if pad is None else int(pad),
         pads_finished=any(hasattr(criterion, "eos_token_id") for criterion in criteria),
+        sampler=make_sampler(generation_config, processors, len(ids)),
         max_position=limit,
         streamer=streamer,
         cache=cache,

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..cache import KVPool, PageTable
+
+if TYPE_CHECKING:
+    from .sampler import Sampler
 
 
 @dataclass
@@ -31,13 +35,22 @@ class State:
     """Token buffer, page table and pools of all sequences of one call.
 
     ``ids_BT`` holds every row as Transformers would: left padding, prompt, generated tokens. The
-    first ``known`` columns came from a cache, not from the caller.
+    first ``known`` columns came from a cache, not from the caller. ``sampler`` draws the tokens;
+    None decodes greedily.
     """
 
-    def __init__(self, ids_BP: torch.Tensor, pads: list[int], pad_token: int, known: int = 0):
+    def __init__(
+        self,
+        ids_BP: torch.Tensor,
+        pads: list[int],
+        pad_token: int,
+        known: int = 0,
+        sampler: Sampler | None = None,
+    ):
         self.prompt_length = ids_BP.shape[1]
         self.known = known
         self.pad_token = pad_token
+        self.sampler = sampler
         self.ids_BT = ids_BP.clone()
         self.table = PageTable(len(ids_BP))
         self.target_pool = KVPool()

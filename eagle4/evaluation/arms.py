@@ -3,6 +3,7 @@
 - ``transformers``: the bare target's own `generate`, the baseline that users know.
 - ``plain``: the engine without drafting. Ratios against it isolate what speculation brings.
 - ``eagle4``: the engine with speculation; ``chain`` is the same with a tree of width 1.
+- ``rejection``, ``rejection-chain``: these two with ``sampling="rejection"``, for sampled decoding.
 
 The time of an arm covers the whole `generate` call: prefill, decoding and bookkeeping.
 """
@@ -18,7 +19,7 @@ import torch
 
 from ..config import SpeculativeConfig
 
-ARM_NAMES = ("transformers", "plain", "eagle4", "chain")
+ARM_NAMES = ("transformers", "plain", "eagle4", "chain", "rejection", "rejection-chain")
 SPECULATION_FIELDS = (
     "rounds",
     "target_calls",
@@ -52,20 +53,34 @@ Arm = Callable[[Mapping[str, torch.Tensor], int], ArmRun]
 
 
 def make_arms(
-    model, target, names: Sequence[str], speculative: SpeculativeConfig | None = None
+    model,
+    target,
+    names: Sequence[str],
+    speculative: SpeculativeConfig | None = None,
+    decoding: Mapping[str, Any] | None = None,
 ) -> dict[str, Arm]:
-    """Arms by name, in the given order. Raises `ValueError` for an unknown name."""
+    """Arms by name, in the given order. Raises `ValueError` for an unknown name.
+
+    ``decoding``: arguments of `generate` such as ``do_sample``, ``temperature`` and ``seed``; the
+    default is greedy.
+    """
     unknown = sorted(set(names) - set(ARM_NAMES))
     if unknown:
         raise ValueError(f"unknown arms {unknown}; allowed are {list(ARM_NAMES)}")
     config = speculative or SpeculativeConfig()
+    rejection = dataclasses.replace(config, sampling="rejection")
     modes: dict[str, Any] = {
         "plain": None,
         "eagle4": config,
         "chain": dataclasses.replace(config, mode="chain"),
+        "rejection": rejection,
+        "rejection-chain": dataclasses.replace(rejection, mode="chain"),
     }
+    decoding = {"do_sample": False, **(decoding or {})}
     return {
-        name: _arm(model, {"speculative": modes[name]}) if name in modes else _arm(target, {})
+        name: _arm(model, {"speculative": modes[name], **decoding})
+        if name in modes
+        else _arm(target, decoding)
         for name in names
     }
 
@@ -109,14 +124,17 @@ def neutral_arguments(generation_config) -> dict[str, Any]:
 def _arm(model, extra: dict[str, Any]) -> Arm:
     eos = eos_ids(model.generation_config)
     fixed = {
-        "do_sample": False,
         "return_dict_in_generate": True,
         **neutral_arguments(model.generation_config),
         **extra,
     }
+    # Transformers knows no seed; the engine could do without this, too.
+    seed = fixed.pop("seed", None) if "speculative" not in extra else None
 
     def run(inputs: Mapping[str, torch.Tensor], max_new_tokens: int) -> ArmRun:
         length = inputs["input_ids"].shape[1]
+        if seed is not None:
+            torch.manual_seed(seed)
         _synchronize()
         start = time.perf_counter()
         out = model.generate(**inputs, max_new_tokens=max_new_tokens, **fixed)

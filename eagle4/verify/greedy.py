@@ -1,4 +1,8 @@
-"""Greedy verification: the longest path whose tokens are the target's own argmax."""
+"""The longest path whose tokens are the target's own choices.
+
+Greedy decoding chooses the argmax, which is all there is to its verification; sampling chooses with
+`coupled` or `rejection`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from ..types import Tree, Verdict
 
 
 def verify_greedy(tree: Tree, ancestors_BNN: torch.Tensor, choice_BR: torch.Tensor) -> Verdict:
-    """Verdict for processed argmax tokens ``choice_BR`` of the root (column 0) and every node.
+    """Verdict for the target's tokens ``choice_BR`` behind the root (column 0) and every node.
 
     A node is accepted when its token is the choice at its parent and all its ancestors are
     accepted. A node whose own choice is unknown (-1) is not: nothing could follow it. Two siblings

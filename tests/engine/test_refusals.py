@@ -41,8 +41,8 @@ def no_forward(monkeypatch, model):
 def cases() -> dict[str, dict[str, Any]]:
     other = shared_target(seed=5)
     return {
-        "do_sample": {"do_sample": True},
         "num_beams": {"num_beams": 3},
+        "beam_sample": {"num_beams": 3, "do_sample": True},
         "assistant_model": {"assistant_model": other},
         "inputs_embeds": {"inputs_embeds": torch.randn(1, 4, 32)},
         "use_cache": {"use_cache": False},
@@ -65,13 +65,12 @@ def test_arguments_that_speculation_cannot_honour(model, no_forward, name):
     inputs = prompt([5])
     if name == "inputs_embeds":
         inputs = {}
-    with pytest.raises(ValueError, match=name):
+    match = "num_beams" if name == "beam_sample" else name
+    with pytest.raises(ValueError, match=match):
         model.generate(**inputs, **cases()[name], max_new_tokens=4, speculative="eagle4")
 
 
-@pytest.mark.parametrize(
-    "name", ["do_sample", "num_beams", "cache_implementation", "guidance_scale"]
-)
+@pytest.mark.parametrize("name", ["num_beams", "cache_implementation", "guidance_scale"])
 def test_the_same_settings_in_a_generation_config(model, no_forward, name):
     config = GenerationConfig(max_new_tokens=4, speculative="eagle4", **cases()[name])
     with pytest.raises(ValueError, match=name):
@@ -98,6 +97,7 @@ def test_a_guidance_processor_of_the_users(model, no_forward):
         ({"max_depth": 2.5}, "max_depth"),
         ({"top_k": 99}, "top_k"),
         ({"max_nodes": True}, "max_nodes"),
+        ({"sampling": "greedy"}, "sampling"),
     ],
 )
 def test_unknown_speculative_values_and_fields(model, no_forward, value, message):
@@ -169,8 +169,7 @@ def served() -> dict[str, dict[str, Any]]:
     return {
         "beams": {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.5},
         "beam sampling": {"num_beams": 2, "do_sample": True},
-        "sampling": {"do_sample": True, "temperature": 1.3, "top_k": 9},
-        "sequences": {"do_sample": True, "num_return_sequences": 3},
+        "sampling without a cache": {"do_sample": True, "use_cache": False, "top_k": 9},
         "assistant": {"assistant_model": shared_target(seed=5)},
         "prompt lookup": {"prompt_lookup_num_tokens": 3},
         "no cache": {"use_cache": False},
@@ -192,25 +191,6 @@ def test_what_transformers_does_without_speculation(model, name):
         extra = {"speculative": None} if generator is model else {}
         outs.append(generator.generate(**inputs, **copy.copy(kwargs), **extra).tolist())
     assert outs[0] == outs[1]
-
-
-def test_sampling_in_a_batch_with_the_same_seed(model):
-    inputs = prompt([5, 2, 7], extra=1)
-    outs = []
-    for generator in (model.target, model):
-        torch.manual_seed(11)
-        outs.append(
-            generator.generate(
-                **inputs,
-                do_sample=True,
-                max_new_tokens=9,
-                return_dict_in_generate=True,
-                output_scores=True,
-            )
-        )
-    assert outs[0].sequences.tolist() == outs[1].sequences.tolist()
-    for a, b in zip(outs[0].scores, outs[1].scores, strict=True):
-        torch.testing.assert_close(a, b)
 
 
 def test_embeddings_and_attentions_without_speculation(model):

@@ -301,6 +301,6 @@ def test_our_cache_is_refused_by_name_where_transformers_decodes():
     inputs, out = first_turn(model, [6])
     assert isinstance(cache_of(out), Eagle4Cache)
     whole = longer(inputs, out.sequences)
-    for own in (dict(do_sample=True), dict(num_beams=2)):
+    for own in (dict(do_sample=True, num_beams=2), dict(num_beams=2)):
         with pytest.raises(ValueError, match="to_dynamic_cache"):
             model.generate(**whole, max_new_tokens=3, **own, **{CACHE_KEYWORD: cache_of(out)})

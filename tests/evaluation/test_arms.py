@@ -60,6 +60,20 @@ def test_arms_differ_in_speculation_only():
     assert all(run.seconds > 0 for run in runs.values())
 
 
+def test_sampled_arms_share_settings_and_seed():
+    model, target = FakeModel(), FakeModel()
+    settings = {"do_sample": True, "temperature": 0.7, "seed": 3}
+    names = ["transformers", "plain", "rejection", "rejection-chain"]
+    arms = make_arms(model, target, names, decoding=settings)
+    for arm in arms.values():
+        arm({"input_ids": torch.ones(2, 3, dtype=torch.int64)}, 4)
+    configs = [call.pop("speculative") for call in model.calls]
+    assert configs[0] is None and [c.sampling for c in configs[1:]] == ["rejection"] * 2
+    assert [c.width for c in configs[1:]] == [4, 1]
+    assert all(call.items() >= settings.items() for call in model.calls)
+    assert "seed" not in target.calls[0] and target.calls[0]["do_sample"]
+
+
 def test_default_penalties_are_switched_off_by_name():
     assert neutral_arguments(SimpleNamespace(repetition_penalty=1.1, no_repeat_ngram_size=0)) == {
         "repetition_penalty": 1.0
