@@ -1,0 +1,92 @@
+"""The drafted nodes of one round as the harness sees them: lists, one per sequence.
+
+Columns are those of the engine's pool: level by level, the children of every expanded node side by
+side, best child first. Survival is 0 where a node may not be verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .acceptance import Book, Experience
+from .fixed_point import ONE
+from .policy import survivals
+
+
+class Nodes:
+    """Parents, draft probabilities and survivals; ``limits``: deepest useful depth per sequence."""
+
+    def __init__(self, limits: Sequence[int], book: Book):
+        self.limits = limits
+        self.book = book
+        batch = len(limits)
+        self.parent: list[list[int]] = [[] for _ in range(batch)]
+        self.prob: list[list[int]] = [[] for _ in range(batch)]
+        self.survival: list[list[int]] = [[] for _ in range(batch)]
+        self.depth_of: list[int] = []  # per column
+        self.first_child: list[dict[int, int]] = [{} for _ in range(batch)]
+        self.top_k = 0
+        self.depth = 0
+
+    def add_level(self, frontier: Sequence[Sequence[int]], probs: Sequence[Sequence[int]]) -> None:
+        """The children of ``frontier`` (pool indices, -1 is the root): ``[B][w]``, ``[B][w k]``."""
+        self.depth += 1
+        first, width = len(self.depth_of), len(frontier[0])
+        self.top_k = len(probs[0]) // width
+        self.depth_of += [self.depth] * len(probs[0])
+        for b, row in enumerate(frontier):
+            allowed = self.depth <= self.limits[b]
+            self.prob[b] += probs[b]
+            for k, node in enumerate(row):
+                children = probs[b][k * self.top_k : (k + 1) * self.top_k]
+                parent = (ONE if node < 0 else self.survival[b][node]) if allowed else 0
+                self.first_child[b][node] = first + k * self.top_k
+                self.parent[b] += [node] * self.top_k
+                self.survival[b] += survivals(parent, children, self.depth, self.book)
+
+    def forecast_into(self, experience: Experience, most: int = 64) -> None:
+        """Tell the forecast what the last level turned out to be."""
+        curve = self.book
+        seen = 0
+        for b, places in enumerate(self.first_child):
+            best = True
+            for node, first in places.items():
+                if self.depth_of[first] != self.depth or seen >= most:
+                    continue
+                probs = self.prob[b][first : first + self.top_k]
+                values = survivals(ONE, probs, self.depth, curve)
+                prob = 0 if node < 0 else self.prob[b][node]
+                experience.forecast.observe(self.depth - 1, prob, values, best)
+                best, seen = False, seen + 1
+
+    def learn(
+        self,
+        b: int,
+        tokens: Sequence[int],
+        committed: Sequence[int],
+        verified: set[int] | None,
+        experience: Experience,
+        request_class: str,
+    ) -> None:
+        """Walk what was committed through the drafted tokens and count who was right.
+
+        Children are counted only where their parent was accepted. Greedy decoding says of every
+        drafted child whether the target wanted it; of drawn drafts (``verified`` given) only those
+        that were verified were put to the test.
+        """
+        node, depth = -1, 0
+        for token in committed:
+            first = self.first_child[b].get(node)
+            if first is None:
+                return
+            depth += 1
+            hit = None
+            for child in range(first, first + self.top_k):
+                if verified is not None and child not in verified:
+                    continue
+                right = hit is None and tokens[child] == token
+                experience.observe(self.prob[b][child], depth, right, request_class)
+                hit = child if right else hit
+            if hit is None:
+                return
+            node = hit
