@@ -148,10 +148,10 @@ class HarnessPolicy:
         done.tokens = sum(map(len, tokens))
         done.measured_ns += target_ns
         if done.speculative and self._prices is not None:
-            rows = batch + sum(map(len, self._chosen))
-            done.rows = rows
-            done.cost_ns += self.table.cost_ns("verify", rows, context)
-            self.table.refine("verify", rows, context, target_ns)
+            verified = sum(map(len, self._chosen))
+            done.rows = batch + verified
+            done.cost_ns += self.table.verify_curve(batch, verified, context)[-1]
+            self.table.refine_verify(batch, verified, context, target_ns)
             self._learn(tokens)
         else:
             done.cost_ns += done.plain_ns

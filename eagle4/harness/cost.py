@@ -1,10 +1,13 @@
 """The cost table: what every part of a round takes on this machine, in nanoseconds.
 
-    verify   target part of a speculative round by packed rows (roots and nodes) and context
+    verify   the target's forward by packed rows and context, rows of one sequence
     plain    a whole plain round by sequences and context
     root     the drafter's forward on verified rows, by rows and context
     level    one further drafter level by rows (sequences x width) and context
     finish   choosing and pruning by sequences
+
+Verification of n nodes in a batch of B is priced as ``plain(B) + verify(B + n) - verify(B)``: what
+more sequences cost the host is in the first term, what more rows cost the target in the others.
 
 Measured once (`engine.measure`), then followed online: a group of surfaces that share a cause
 (target, drafter, host) shares one factor, the median of the last measured / predicted ratios. A
@@ -17,6 +20,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
 from .surface import Surface
@@ -85,12 +89,23 @@ class CostTable:
         if curve is None:
             if len(self._curves) > 64:
                 self._curves.clear()
-            curve, last = [], 0
-            for nodes in range(most + 1):
-                last = max(last, self.cost_ns("verify", num_sequences + nodes, context))
-                curve.append(last)
+            plain = self.cost_ns("plain", num_sequences, context)
+            base = self.cost_ns("verify", num_sequences, context)
+            curve = [
+                plain + max(self.cost_ns("verify", num_sequences + nodes, context) - base, 0)
+                for nodes in range(most + 1)
+            ]
+            curve = list(accumulate(curve, max))
             self._curves[key] = curve
         return curve
+
+    def refine_verify(self, num_sequences: int, nodes: int, context: int, measured_ns: int) -> None:
+        """Learn from a measured verification of ``nodes`` nodes in all."""
+        rows = num_sequences + nodes
+        predicted = self.verify_curve(num_sequences, nodes, context)[-1]
+        # In proportion: the surface is corrected by the ratio that the whole was off by.
+        own = self.cost_ns("verify", rows, context)
+        self.refine("verify", rows, context, max(1, measured_ns * own // predicted))
 
     def refine(self, kind: str, rows: int, context: int, measured_ns: int) -> None:
         """Learn from one measured part of a round."""
