@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
 
-# Measured profiles of tiny models belong nowhere.
-os.environ["EAGLE4_PROFILES"] = tempfile.mkdtemp(prefix="eagle4-profiles-")
 # The suite never needs a hub; without this a missing file becomes a slow network error.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -15,6 +12,12 @@ import tiny
 import torch
 
 import eagle4.demo
+
+
+@pytest.fixture(autouse=True)
+def own_profiles(tmp_path_factory, monkeypatch):
+    """No test leaves a measured cost table behind or finds another test's."""
+    monkeypatch.setenv("EAGLE4_PROFILES", str(tmp_path_factory.mktemp("profiles")))
 
 
 @pytest.fixture

@@ -11,16 +11,16 @@ from collections.abc import Mapping, Sequence
 
 from ..config import SpeculativeConfig
 from ..types import Load, Plan
-from . import outlook, policy
+from . import outlook
 from .acceptance import Book, Experience
 from .cost import CostTable
 from .fixed_point import BITS, MOST_NS
 from .nodes import Nodes
 from .outlook import Outlook, Shape
-from .policy import Decision, Prices
+from .policy import Prices
 from .regime import Q, Regime
 from .report import HarnessReport, Round
-from .wide import choose_wide, next_level_wide
+from .wide import WideNodes
 
 BOOK_ROUNDS = 8  # rounds between two looks at what was learned
 SETTLE_ROUNDS = 64
@@ -48,7 +48,8 @@ class HarnessPolicy:
         self._accepted = self._promised = 0  # fading sums in 2^-30 nodes
         self._rounds = 0
         self._drawn = self._advice = (0, 0)  # depth and nodes of the next and the current round
-        self._load, self._nodes, self._round = Load(1), Nodes([], self.book), Round()
+        self._nodes: Nodes | WideNodes = Nodes([], self.book)
+        self._load, self._round = Load(1), Round()
         self._prices: Prices | None = None
         self._tokens: list[list[int]] = []
         self._chosen: list[list[int]] = []
@@ -93,7 +94,7 @@ class HarnessPolicy:
 
     def begin_draft(self, limits: Sequence[int], probs: Sequence[Sequence[int]]) -> None:
         """The root's children, ``[B][top_k]`` probabilities in 2^-30."""
-        self._nodes = Nodes(limits, self.book)
+        self._nodes = (WideNodes if len(limits) > WIDE else Nodes)(limits, self.book)
         self._prices = self._price(len(probs[0]))
         self._advice = (0, 0)
         self.add_level([[-1]] * len(limits), probs)
@@ -111,7 +112,8 @@ class HarnessPolicy:
         """
         nodes, depth = self._nodes, self._nodes.depth
         limit = min(max(nodes.limits), self.config.max_depth)
-        decision = self._decide(frontier, depth, limit)
+        assert self._prices is not None, "begin_draft comes first"
+        decision = nodes.next_level(frontier, limit, self.config.mode == "tree", self._prices)
         if self._load.is_drawn:
             if not decision.go and not self._advice[0]:
                 self._advice = (depth, 0)
@@ -122,9 +124,8 @@ class HarnessPolicy:
     def choose(self, tokens: list[list[int]], plan: Plan) -> list[list[int]]:
         """Which pool nodes every sequence verifies, ascending. ``tokens``: ids of all nodes."""
         assert self._prices is not None, "begin_draft comes first"
-        pool, self._tokens = self._nodes.survival, tokens
-        find = choose_wide if len(pool) > WIDE else policy.choose
-        chosen = find(pool, self._prices)
+        self._tokens = tokens
+        chosen = self._nodes.choose(self._prices)
         if self._load.is_drawn:
             depth = self._advice[0] or self._nodes.depth + 1
             most = max(max(map(len, chosen), default=0), 1)
@@ -156,7 +157,7 @@ class HarnessPolicy:
         else:
             done.cost_ns += done.plain_ns
             self.table.refine("plain", batch, context, target_ns)
-        self.report.add(done, self._nodes, self._chosen, self._tokens)
+        self.report.add(done, self._nodes.for_report(), self._chosen, self._tokens)
         self._rounds += 1
         if self._rounds % SETTLE_ROUNDS == 0:
             self.table.settle()
@@ -170,9 +171,7 @@ class HarnessPolicy:
             verified = set(self._chosen[b]) if load.is_drawn else None
             own = self._tokens[b] if self._tokens else []
             nodes.learn(b, own, committed, verified, self.experience, self.config.request_class)
-        done.promised_q30 = sum(
-            nodes.survival[b][i] for b, row in enumerate(self._chosen) for i in row
-        )
+        done.promised_q30 = nodes.promised(self._chosen)
         accepted = (done.tokens - len(tokens)) << BITS
         self._accepted += accepted - (self._accepted >> 5)
         self._promised += done.promised_q30 - (self._promised >> 5)
@@ -208,16 +207,6 @@ class HarnessPolicy:
             [cost("level", batch * max(w, 1), context) for w in range(top_k + 1)],
             self.config.max_nodes,
         )
-
-    def _decide(self, frontier: Sequence[Sequence[int]], depth: int, limit: int) -> Decision:
-        assert self._prices is not None, "begin_draft comes first"
-        nodes, width = self._nodes, len(frontier[0])
-        survival = [[nodes.survival[b][i] for i in row] for b, row in enumerate(frontier)]
-        probs = [[nodes.prob[b][i] for i in row] for b, row in enumerate(frontier)]
-        narrowest = width if self.config.mode == "tree" else 1
-        find = next_level_wide if len(frontier) > WIDE else policy.next_level
-        shape = (depth, limit, narrowest, nodes.top_k)
-        return find(nodes.survival, survival, probs, *shape, self.book, self._prices)
 
     def _root_ns(self, load: Load, rows: int) -> int:
         return self.table.cost_ns("root", max(rows, 1), load.context)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from . import policy
 from .acceptance import Book, Experience
 from .fixed_point import ONE
-from .policy import survivals
+from .policy import Decision, Prices, survivals
 
 
 class Nodes:
@@ -44,6 +45,28 @@ class Nodes:
                 self.parent[b] += [node] * self.top_k
                 self.survival[b] += survivals(parent, children, self.depth, self.book)
 
+    def next_level(
+        self,
+        frontier: Sequence[Sequence[int]],
+        max_depth: int,
+        is_tree: bool,
+        prices: Prices,
+    ) -> Decision:
+        """What the policy says to another level; ``is_tree``: it must be as wide as it can be."""
+        survival = [[self.survival[b][i] for i in row] for b, row in enumerate(frontier)]
+        probs = [[self.prob[b][i] for i in row] for b, row in enumerate(frontier)]
+        narrowest = len(frontier[0]) if is_tree else 1
+        shape = (self.depth, max_depth, narrowest, self.top_k)
+        return policy.next_level(self.survival, survival, probs, *shape, self.book, prices)
+
+    def choose(self, prices: Prices) -> list[list[int]]:
+        """The nodes to verify."""
+        return policy.choose(self.survival, prices)
+
+    def promised(self, chosen: Sequence[Sequence[int]]) -> int:
+        """Expected accepted nodes of a verified set, in 2^-30."""
+        return sum(self.survival[b][i] for b, row in enumerate(chosen) for i in row)
+
     def forecast_into(self, experience: Experience, most: int = 64) -> None:
         """Tell the forecast what the last level turned out to be."""
         curve = self.book
@@ -58,6 +81,10 @@ class Nodes:
                 prob = 0 if node < 0 else self.prob[b][node]
                 experience.forecast.observe(self.depth - 1, prob, values, best)
                 best, seen = False, seen + 1
+
+    def for_report(self) -> Nodes:
+        """All of it."""
+        return self
 
     def learn(
         self,

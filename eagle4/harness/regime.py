@@ -40,9 +40,13 @@ class Regime:
     @classmethod
     def start(cls, gain: int, tokens_q10: int, cost_ns: int) -> Regime:
         """From an expected gain, and expected tokens and cost of a round (worth 8 rounds)."""
-        gain = min(max(gain, -UNIT), UNIT)
+        gain = min(max(gain, -8 * UNIT), UNIT)
         return cls(
-            gain, speculating=gain > -MARGIN, tokens=8 * tokens_q10, cost_ns=8 * max(cost_ns, 1)
+            gain,
+            speculating=gain > -MARGIN,
+            wait=min(max(-gain * PROBE_SHARE >> Q, FIRST_WAIT), MOST_WAIT),
+            tokens=8 * tokens_q10,
+            cost_ns=8 * max(cost_ns, 1),
         )
 
     def record(self, gain: int, tokens: int, cost_ns: int) -> None:

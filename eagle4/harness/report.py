@@ -84,11 +84,11 @@ class HarnessReport:
         lines = [
             f"A token is worth {_ms(done.token_ns)}; a plain round takes {_ms(done.plain_ns)}.",
             *(_decision_line(depth, decision) for depth, decision in done.decisions),
-            f"Verified {sum(map(len, chosen))} of {len(nodes.depth_of) * len(chosen)} nodes: "
-            f"{done.promised_q30 / ONE:.2f} accepted expected, {done.tokens} tokens committed; "
+            f"Verified {sum(map(len, chosen))} of {len(nodes.depth_of) * len(chosen)} drafted nodes:"
+            f" {done.promised_q30 / ONE:.2f} accepted expected, {done.tokens} tokens committed; "
             f"{_ms(done.cost_ns)} predicted, {_ms(done.measured_ns)} measured.",
         ]
-        for b, picked in enumerate(chosen):
+        for b, picked in enumerate(chosen[: len(nodes.parent)]):
             lines.append(f"sequence {b}:" if len(chosen) > 1 else "root")
             lines += _tree_lines(nodes, b, set(picked), tokens[b], decode)
         return "\n".join(lines)
