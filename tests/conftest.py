@@ -49,8 +49,12 @@ def demo_drafter_path():
         pytest.skip(str(error))
 
 
-def pytest_collection_modifyitems(items):
-    """Tests that need GPUs skip themselves where there are too few."""
+def pytest_collection_modifyitems(config, items):
+    """Tests that need GPUs skip themselves where there are too few; slow ones wait for -m slow."""
+    if "slow" not in config.getoption("-m"):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="slow; run it with -m slow"))
     count = torch.cuda.device_count()
     for item in items:
         if item.get_closest_marker("multi_gpu") and count < 2:

@@ -84,7 +84,7 @@ class HarnessReport:
         lines = [
             f"A token is worth {_ms(done.token_ns)}; a plain round takes {_ms(done.plain_ns)}.",
             *(_decision_line(depth, decision) for depth, decision in done.decisions),
-            f"Verified {sum(map(len, chosen))} of {len(nodes.depth_of) * len(chosen)} drafted nodes:"
+            f"Verified {sum(map(len, chosen))} of {len(nodes.depth_of) * len(chosen)} drafted:"
             f" {done.promised_q30 / ONE:.2f} accepted expected, {done.tokens} tokens committed; "
             f"{_ms(done.cost_ns)} predicted, {_ms(done.measured_ns)} measured.",
         ]
