@@ -112,18 +112,19 @@ def fixed(
     shape: tuple[int, int, int],
     seed: int = 0,
 ) -> Tally:
-    """``(depth, width, nodes)``: always the best ``nodes`` by draft probability."""
+    """``(depth, width, nodes)``: always the best ``nodes`` by draft probability.
+
+    All rounds are drawn at once; none depends on another.
+    """
     depth, width, nodes = shape
-    rng, total = np.random.default_rng(seed), NOTHING
-    pending = batch
-    for _ in range(rounds):
-        draft = Draft(process, batch, rng)
-        ns = costs.level(pending) + int(costs.fixed_ns)
-        for _ in range(depth - 1):
-            draft.grow(draft.frontier(width))
-            ns += costs.level(batch * width)
-        total, pending = _verify(draft, best_mask(draft.score_BP, nodes), ns, costs, total)
-    return total
+    draft = Draft(process, rounds * batch, np.random.default_rng(seed))
+    for _ in range(depth - 1):
+        draft.grow(draft.frontier(width))
+    mask = best_mask(draft.score_BP, nodes)
+    tokens = sum(map(len, draft.committed(mask)))
+    ns = costs.level(round(tokens / rounds)) + int(costs.fixed_ns)
+    ns += (depth - 1) * costs.level(batch * width) + costs.verify(batch + int(mask[:batch].sum()))
+    return Tally(tokens, rounds * ns, rounds * depth)
 
 
 def threshold(
@@ -139,29 +140,40 @@ def threshold(
     """Gain/cost threshold: another level while gain / cost exceeds ``ratio``.
 
     Gain: the frontier's summed path probability; cost in plain steps. Nodes are verified while
-    their path probability over their marginal verification cost exceeds the same ratio.
+    their path probability over their marginal verification cost exceeds the same ratio. All rounds
+    are drawn at once: what a round does not draft is masked.
     """
-    rng, total, pending = np.random.default_rng(seed), NOTHING, batch
-    step = costs.verify(batch)
-    for _ in range(rounds):
-        draft = Draft(process, batch, rng)
-        ns = costs.level(pending) + int(costs.fixed_ns)
-        while draft.depth < max_depth:
-            frontier = draft.frontier(width)
-            gain = np.exp(np.take_along_axis(draft.score_BP, frontier, 1)).sum()
-            if gain * step < ratio * batch * costs.level(batch * width):
-                break
-            draft.grow(frontier)
-            ns += costs.level(batch * width)
-        survival = np.exp(draft.score_BP)
-        order = np.argsort(-survival.ravel(), kind="stable")[: 16 * batch]
+    draft = Draft(process, rounds * batch, np.random.default_rng(seed))
+    step, forwards = costs.verify(batch), rounds
+    live, level_ns = np.ones(rounds, dtype=bool), np.zeros(rounds)
+    survival = np.exp(draft.score_BP)
+    while draft.depth < max_depth:
+        frontier = draft.frontier(width)
+        gain = np.take_along_axis(survival, frontier, 1).reshape(rounds, -1).sum(1)
+        live &= gain * step >= ratio * batch * costs.level(batch * width)
+        if not live.any():
+            break
+        draft.grow(frontier)
+        level_ns += live * costs.level(batch * width)
+        forwards += int(live.sum())
+        added = np.exp(draft.score_BP[:, survival.shape[1] :]) * np.repeat(live, batch)[:, None]
+        survival = np.concatenate([survival, added], 1)
+    mask = np.zeros(survival.shape, dtype=bool)
+    for z in range(rounds):
+        rows = slice(z * batch, (z + 1) * batch)
+        flat = survival[rows].ravel()
+        order = np.argsort(-flat, kind="stable")[: 16 * batch]
         marginal = np.diff([costs.verify(batch + n) for n in range(len(order) + 1)])
-        keep = survival.ravel()[order] * step > ratio * batch * marginal
-        count = int(keep.argmin()) if not keep.all() else len(order)
-        mask = np.zeros(survival.size, dtype=bool)
-        mask[order[:count]] = True
-        total, pending = _verify(draft, mask.reshape(survival.shape), ns, costs, total)
-    return total
+        keep = (flat[order] * step > ratio * batch * marginal) & (flat[order] > 0)
+        chosen = np.zeros(flat.size, dtype=bool)
+        chosen[order[: int(keep.argmin()) if not keep.all() else len(order)]] = True
+        mask[rows] = chosen.reshape(batch, -1)
+    tokens = sum(map(len, draft.committed(mask)))
+    verify = sum(
+        costs.verify(batch + int(mask[z * batch : (z + 1) * batch].sum())) for z in range(rounds)
+    )
+    root = costs.level(round(tokens / rounds)) + int(costs.fixed_ns)
+    return Tally(tokens, rounds * root + int(level_ns.sum()) + verify, forwards)
 
 
 def tuned(runs: Iterable[Tally]) -> Tally:
@@ -180,12 +192,3 @@ def best_mask(score_BP: np.ndarray, nodes: int) -> np.ndarray:
 def quantised(prob_BC: np.ndarray) -> list[list[int]]:
     """Probabilities in 2^-30."""
     return (prob_BC * ONE).astype(np.int64).tolist()
-
-
-def _verify(
-    draft: Draft, mask: np.ndarray, ns: int, costs: Costs, total: Tally
-) -> tuple[Tally, int]:
-    batch = len(mask)
-    tokens = sum(map(len, draft.committed(mask)))
-    ns += costs.verify(batch + int(mask.sum()))
-    return total + Tally(tokens, ns, draft.depth), tokens

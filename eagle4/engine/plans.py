@@ -56,11 +56,11 @@ def report_round(call: Call, before: Before, is_planned: bool) -> None:
 
 
 def _bound_pending(call: Call, sequences: list[Sequence]) -> None:
-    """Where speculation cannot pay at all, features do not pile up for ever."""
-    if not (isinstance(call.policy, HarnessPolicy) and call.policy.is_hopeless):
+    """Where speculation does not pay, not even a look at it, features do not pile up for ever."""
+    if not (isinstance(call.policy, HarnessPolicy) and call.policy.is_plain):
         return
     if max(min(s.num_pending, s.new_tokens) for s in sequences) > MOST_PENDING:
         call.draft = None
         call.state.forget_drafts()
-        call.stats.fallbacks["speculation cannot pay at this load"] += 1
-        logger.info("speculation cannot pay at this load; the call ends in plain mode")
+        call.stats.fallbacks["speculation did not pay for long"] += 1
+        logger.info("speculation did not pay for long; the call ends in plain mode")

@@ -82,6 +82,11 @@ class HarnessPolicy:
         )
 
     @property
+    def is_plain(self) -> bool:
+        """The last round was planned without a draft."""
+        return not self._round.speculative
+
+    @property
     def is_hopeless(self) -> bool:
         """At this load not even a perfect drafter would pay."""
         return self._round.is_hopeless
@@ -233,7 +238,9 @@ class HarnessPolicy:
         if size not in self._regimes:
             usual = self.experience.usual_gain.get(size)
             gain = known.gain if usual is None else round(usual * (1 << Q))
-            self._regimes[size] = Regime.start(gain, known.tokens_q10, known.cost_ns)
+            self._regimes[size] = Regime.start(
+                load.num_sequences, gain, known.tokens_q10, known.cost_ns
+            )
         return self._regimes[size]
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..ops import best_worth, choose_nodes
+from ..ops import best_offer, choose_nodes
 from .acceptance import Book
 from .fixed_point import BITS, CELLS, DEPTHS, KNOTS, ONE
 from .policy import HORIZONS
@@ -76,35 +76,31 @@ def next_level(
     max_nodes: int,
     book: DeviceBook,
     prices: DevicePrices,
+    impl: str = "torch",
 ) -> DeviceDecision:
-    """Twin of `policy.next_level`; depths, widths and counts are static."""
-    rounds, batch, width = frontier_ZBK.shape
+    """Twin of `policy.next_level`; depths, widths and counts are static.
+
+    ``impl="triton"`` sorts and prices in a kernel (at most `ops.next_level.MOST_BLOCK` nodes).
+    """
     zero_Z = torch.zeros_like(prices.token_ns_Z)
     if depth >= max_depth:
         return DeviceDecision(zero_Z.bool(), zero_Z, zero_Z)
     drafted_ZM = pool_ZBP.topk(min(max_nodes, pool_ZBP.shape[2]), dim=2).values.flatten(1)
-    now_Z = best_worth(drafted_ZM, prices.token_ns_Z, prices.verify_ns_ZR)
     expected = book.forecast_DCR[min(depth, DEPTHS)][_cell(prob_ZBK, book)][..., :top_k]
     child_ZBKJ = (frontier_ZBK.unsqueeze(-1) * expected) >> BITS
-    best_Z, width_Z = zero_Z, zero_Z
-
-    offers = [(w, 1, child_ZBKJ[:, :, :w].flatten(1)) for w in range(min_width, width + 1)]
-    for horizon in HORIZONS:
-        if depth + horizon <= max_depth:
-            offers.append((min_width, horizon, _path(child_ZBKJ[:, :, 0], depth, horizon, book)))
-    for offered, levels, added_ZM in offers:
-        both_ZM = torch.cat([drafted_ZM, added_ZM], dim=1)
-        gain_Z = best_worth(both_ZM, prices.token_ns_Z, prices.verify_ns_ZR) - now_Z
-        gain_Z = gain_Z - levels * prices.level_ns_ZW[:, offered]
-        is_better_Z = gain_Z > best_Z
-        best_Z = torch.where(is_better_Z, gain_Z, best_Z)
-        width_Z = torch.where(is_better_Z, offered, width_Z)
-    return DeviceDecision(best_Z > 0, width_Z, best_Z)
+    horizons = tuple(h for h in HORIZONS if depth + h <= max_depth)
+    path_ZBH = _path(child_ZBKJ[:, :, 0, 0], depth, max(horizons, default=1), book)
+    gain_Z, width_Z = best_offer(
+        drafted_ZM, child_ZBKJ, path_ZBH, *prices, min_width, horizons, impl
+    )
+    return DeviceDecision(gain_Z > 0, width_Z, gain_Z)
 
 
-def choose(pool_ZBP: torch.Tensor, max_nodes: int, prices: DevicePrices) -> torch.Tensor:
+def choose(
+    pool_ZBP: torch.Tensor, max_nodes: int, prices: DevicePrices, impl: str = "torch"
+) -> torch.Tensor:
     """Twin of `policy.choose`: bool ``[Z, B, P]``."""
-    return choose_nodes(pool_ZBP, prices.token_ns_Z, prices.verify_ns_ZR, max_nodes)
+    return choose_nodes(pool_ZBP, prices.token_ns_Z, prices.verify_ns_ZR, max_nodes, impl)
 
 
 def _cell(prob: torch.Tensor, book: DeviceBook) -> torch.Tensor:
@@ -112,10 +108,10 @@ def _cell(prob: torch.Tensor, book: DeviceBook) -> torch.Tensor:
     return place.clamp(0, CELLS - 1)
 
 
-def _path(child_ZBJ: torch.Tensor, depth: int, horizon: int, book: DeviceBook) -> torch.Tensor:
-    last_ZB = child_ZBJ[..., 0]
-    nodes = [child_ZBJ]
+def _path(best_ZB: torch.Tensor, depth: int, horizon: int, book: DeviceBook) -> torch.Tensor:
+    """Survivals ``[Z, B, horizon - 1]`` along the best child's line, below the child."""
+    nodes, last_ZB = [best_ZB.new_zeros((*best_ZB.shape, 0))], best_ZB
     for below in range(depth + 2, depth + horizon + 1):
         last_ZB = (last_ZB * book.chain_D[min(below, len(book.chain_D) - 1)]) >> BITS
         nodes.append(last_ZB.unsqueeze(-1))
-    return torch.cat(nodes, dim=-1).flatten(1)
+    return torch.cat(nodes, dim=-1)

@@ -15,9 +15,9 @@ from math import isqrt
 Q = 20  # gains are integers in units of 2^-20 plain rounds
 UNIT = 1 << Q
 MARGIN = UNIT // 100  # smaller losses are not worth a switch
-MEMORY = 24  # rounds that the mean remembers
+MEMORY, LEAST_MEMORY = 24, 6  # rounds of one sequence, of many, that the mean remembers
 PRIOR_COUNT, PRIOR_VARIANCE = 4, UNIT // 10
-FIRST_WAIT, LEAST_WAIT, MOST_WAIT = 8, 24, 512
+FIRST_WAIT, LEAST_WAIT = 8, 24
 PROBE_SHARE = 80  # a probe may cost 1/80 of the plain time before it
 RATE_MEMORY = 128  # rounds that the price of a token remembers
 
@@ -29,29 +29,37 @@ class Regime:
     mean: int  # gain per speculative round
     variance: int = PRIOR_VARIANCE
     count: int = PRIOR_COUNT
+    memory: int = MEMORY
     speculating: bool = True
     probing: bool = False
     waited: int = 0  # plain rounds since speculation stopped
     wait: int = FIRST_WAIT
-    spent: int = 0  # what the current probe has cost
+    loss: int = 0  # expected of a probe, catching up apart
+    spent: int = 0  # by the current probe, catching up apart
     tokens: int = 0  # fading sums of speculative rounds, tokens in 2^-10
     cost_ns: int = 0
 
     @classmethod
-    def start(cls, gain: int, tokens_q10: int, cost_ns: int) -> Regime:
-        """From an expected gain, and expected tokens and cost of a round (worth 8 rounds)."""
-        gain = min(max(gain, -8 * UNIT), UNIT)
+    def start(cls, num_sequences: int, gain: int, tokens_q10: int, cost_ns: int) -> Regime:
+        """From an expected gain, and expected tokens and cost of a round (worth 8 rounds).
+
+        A round of many sequences says more than a round of one, so less of the past is needed.
+        """
+        size = num_sequences.bit_length()
+        gain = min(gain, UNIT)
         return cls(
             gain,
+            count=max(1, PRIOR_COUNT // size),
+            memory=max(MEMORY // size, LEAST_MEMORY),
             speculating=gain > -MARGIN,
-            wait=min(max(-gain * PROBE_SHARE >> Q, FIRST_WAIT), MOST_WAIT),
+            loss=max(-gain, 0),
             tokens=8 * tokens_q10,
             cost_ns=8 * max(cost_ns, 1),
         )
 
     def record(self, gain: int, tokens: int, cost_ns: int) -> None:
         """A speculative round: its gain, its committed tokens and its predicted cost."""
-        self.count = min(self.count + 1, MEMORY)
+        self.count = min(self.count + 1, self.memory)
         delta = gain - self.mean
         self.mean += delta // self.count
         self.variance += ((delta * delta >> Q) - self.variance) // self.count
@@ -68,14 +76,15 @@ class Regime:
         """
         if not self.speculating:
             self.waited += 1
+            is_due = self.waited >= self.wait
+            is_cheap = self.waited * UNIT >= PROBE_SHARE * (catch_up + self.loss)
             # A probe that could not pay any more is not made.
-            if self.waited < self.wait or rounds_left * UNIT < 16 * catch_up:
-                return False
-            self._probe(catch_up)
-        elif self.probing and self.spent > catch_up:
-            self._settle_probe()
+            if is_due and is_cheap and rounds_left * UNIT >= 16 * catch_up:
+                self._probe()
+        elif self.probing and self.spent > 0:
+            self._stop(loss=self.spent)
         elif self.is_losing:
-            self._stop(LEAST_WAIT)
+            self._stop(loss=0)
         return self.speculating
 
     @property
@@ -90,15 +99,10 @@ class Regime:
             return plain_token_ns
         return max(1, min(plain_token_ns, (self.cost_ns << 10) // self.tokens))
 
-    def _probe(self, catch_up: int) -> None:
+    def _probe(self) -> None:
         self.speculating = self.probing = True
-        self.mean, self.variance, self.count = 0, PRIOR_VARIANCE, 1
-        self.spent = catch_up
+        self.mean, self.variance, self.count, self.spent = 0, PRIOR_VARIANCE, 1, 0
 
-    def _settle_probe(self) -> None:
-        price = self.spent * PROBE_SHARE >> Q
-        self._stop(min(max(price, LEAST_WAIT), MOST_WAIT))
-
-    def _stop(self, wait: int) -> None:
+    def _stop(self, loss: int) -> None:
         self.speculating = self.probing = False
-        self.waited, self.wait, self.spent = 0, wait, 0
+        self.waited, self.wait, self.loss = 0, LEAST_WAIT, loss

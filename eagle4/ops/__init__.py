@@ -1,7 +1,7 @@
 """Operators with a torch reference that is the specification. Kernels live in `ops.triton`."""
 
-from .next_level import best_worth, choose_nodes
+from .next_level import best_offer, choose_nodes
 from .packing import PackedLinears
 from .tree_attention import tree_attention
 
-__all__ = ["PackedLinears", "best_worth", "choose_nodes", "tree_attention"]
+__all__ = ["PackedLinears", "best_offer", "choose_nodes", "tree_attention"]

@@ -57,7 +57,9 @@ def random_states(rng: torch.Generator, shape: Shape, count: int):
     )
     rows = shape.batch * shape.max_nodes + 1
     step = torch.where(integers(3, count, rows) > 0, integers(5_000_000, count, rows), 0)
-    verify = (step + (integers(2, count, rows) * 40_000_000 * (integers(8, count, rows) == 0))).cumsum(1)
+    verify = (
+        step + (integers(2, count, rows) * 40_000_000 * (integers(8, count, rows) == 0))
+    ).cumsum(1)
     level = integers(9_000_000, count, shape.width + 1).cumsum(1)
     return pool, frontier, probs, DevicePrices(token_ns, verify + 1, level)
 

@@ -105,7 +105,9 @@ def test_the_forecast_learns_what_children_look_like():
     experience = Experience()
     for _ in range(100):
         experience.forecast.observe(1, round(0.9 * ONE), [round(0.8 * ONE), round(0.1 * ONE)], True)
-        experience.forecast.observe(1, round(0.2 * ONE), [round(0.3 * ONE), round(0.2 * ONE)], False)
+        experience.forecast.observe(
+            1, round(0.2 * ONE), [round(0.3 * ONE), round(0.2 * ONE)], False
+        )
     book = experience.book()
     from eagle4.harness.fixed_point import cell
 

@@ -1,6 +1,6 @@
 """Catches: a node that is verified without its parent, more nodes than pay, a level drafted at a
-loss or refused at a gain, a bucket's free rows left empty, ties that depend on the sorting, decisions
-that differ between the readable policy and its twins in one bit.
+loss or refused at a gain, a bucket's free rows left empty, ties that depend on the sorting,
+decisions that differ between the readable policy and its twins in one bit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def brute_force(pool, cost: Prices) -> int:
     """The best net worth over all subsets."""
     values = [s * cost.token_ns >> 30 for row in pool for s in row]
     sets = itertools.chain.from_iterable(
-        itertools.combinations(values, n) for n in range(min(len(values), len(cost.verify_ns) - 1) + 1)
+        itertools.combinations(values, n)
+        for n in range(min(len(values), len(cost.verify_ns) - 1) + 1)
     )
     return max(sum(s) - (cost.verify_ns[len(s)] - cost.verify_ns[0]) for s in sets)
 

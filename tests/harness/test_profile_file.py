@@ -1,5 +1,5 @@
-"""Catches: costs of another machine that are believed, broken files that end a request, half-written
-files, experience that is lost between processes.
+"""Catches: costs of another machine that are believed, broken files that end a request,
+half-written files, experience that is lost between processes.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from profiling.rivals import HarnessRun, Tally, fixed, plain, threshold, tuned
 from profiling.world import B300, CPU, FREE_DRAFTER, LINEAR, MS, Process
 
 # (sequences, rounds of the harness, rounds of each fixed rival)
-LOADS = [(1, 1500, 900), (8, 400, 200), (64, 200, 40), (256, 320, 15), (512, 320, 10)]
+LOADS = [(1, 700, 2000), (8, 120, 250), (64, 80, 30), (256, 250, 12), (512, 250, 8)]
 SHAPES = [
     *((1, 1, 1), (2, 1, 2), (3, 1, 3), (4, 1, 4), (6, 1, 6)),
     *((2, 2, 3), (2, 4, 6), (3, 4, 8), (4, 4, 12), (5, 4, 16)),
@@ -52,7 +52,7 @@ def test_at_every_load_nothing_simpler_is_faster(machine, batch, rounds, rival_r
 def test_one_sequence_is_within_five_percent_of_the_optimum(costs, quality, spread):
     process = Process.mixed(quality, spread, children=1)
     run = start(costs, mode="chain", max_depth=6)
-    assert run.rounds(process, 1500).rate >= 0.95 * optimal_rate(process, costs, max_depth=6)
+    assert run.rounds(process, 900).rate >= 0.95 * optimal_rate(process, costs, max_depth=6)
 
 
 def test_verification_in_proportion_to_rows_means_plain_and_no_drafter_at_all():
@@ -63,10 +63,10 @@ def test_verification_in_proportion_to_rows_means_plain_and_no_drafter_at_all():
 
 
 def test_a_free_drafter_drafts_to_the_limit():
-    run = start(FREE_DRAFTER, max_depth=7, max_nodes=30)
+    run = start(FREE_DRAFTER, max_depth=7, max_nodes=63)
     run.rounds(Process.mixed(1.0), 100)
     report = run.policy.report
-    assert set(report.depths) == {7} and set(report.verified) == {30}
+    assert set(report.depths) == {7} and max(report.verified) == 63
 
 
 def best_rate(process: Process, costs, rounds: int = 1200) -> float:
