@@ -29,6 +29,13 @@ def _net(ordered, place, token_ns, verify_ptr, rows):
 
 
 @triton.jit
+def _worth(survival, place, token_ns, verify_ptr, rows):
+    """Largest net worth of these nodes, at least 0."""
+    ordered = tl.sort(survival, descending=True)
+    return tl.maximum(tl.max(_net(ordered, place, token_ns, verify_ptr, rows), 0), 0)
+
+
+@triton.jit
 def _offer_kernel(
     value_ptr, code_ptr, token_ptr, verify_ptr, level_ptr, gain_ptr, width_ptr,
     nodes, rows, widths,
@@ -43,25 +50,26 @@ def _offer_kernel(
     token_ns = tl.load(token_ptr + z)
     verify_ptr += z * rows
     level_ptr += z * widths
-    drafted = tl.sort(tl.where(code < 0, value, 0), descending=True)
-    now = tl.maximum(tl.max(_net(drafted, place, token_ns, verify_ptr, rows), 0), 0)
+    now = _worth(tl.where(code < 0, value, 0), place, token_ns, verify_ptr, rows)
     best = now * 0
     best_width = now * 0
     for width in tl.static_range(MIN_WIDTH, WIDTH + 1):
-        both = tl.sort(tl.where(code < width, value, 0), descending=True)
-        worth = tl.maximum(tl.max(_net(both, place, token_ns, verify_ptr, rows), 0), 0)
+        worth = _worth(tl.where(code < width, value, 0), place, token_ns, verify_ptr, rows)
         gain = worth - now - tl.load(level_ptr + width)
         best_width = tl.where(gain > best, width, best_width)
         best = tl.maximum(gain, best)
-    for index in tl.static_range(2):
-        horizon: tl.constexpr = FIRST if index == 0 else SECOND
-        if horizon > 0:
-            on_line = (code < 1) | ((code >= PATH) & (code <= PATH + horizon))
-            both = tl.sort(tl.where(on_line, value, 0), descending=True)
-            worth = tl.maximum(tl.max(_net(both, place, token_ns, verify_ptr, rows), 0), 0)
-            gain = worth - now - horizon * tl.load(level_ptr + MIN_WIDTH)
-            best_width = tl.where(gain > best, MIN_WIDTH, best_width)
-            best = tl.maximum(gain, best)
+    if FIRST > 0:
+        on_line = (code < 1) | ((code >= PATH) & (code <= PATH + FIRST))
+        worth = _worth(tl.where(on_line, value, 0), place, token_ns, verify_ptr, rows)
+        gain = worth - now - FIRST * tl.load(level_ptr + MIN_WIDTH)
+        best_width = tl.where(gain > best, MIN_WIDTH, best_width)
+        best = tl.maximum(gain, best)
+    if SECOND > 0:
+        on_line = (code < 1) | ((code >= PATH) & (code <= PATH + SECOND))
+        worth = _worth(tl.where(on_line, value, 0), place, token_ns, verify_ptr, rows)
+        gain = worth - now - SECOND * tl.load(level_ptr + MIN_WIDTH)
+        best_width = tl.where(gain > best, MIN_WIDTH, best_width)
+        best = tl.maximum(gain, best)
     tl.store(gain_ptr + z, best)
     tl.store(width_ptr + z, best_width)
 
