@@ -62,7 +62,7 @@ def drafter_source(args: Namespace) -> str:
 
 def speculation(args: Namespace) -> SpeculativeConfig:
     """The options that were given, on top of the defaults."""
-    names = ("mode", "max_depth", "top_k", "max_nodes")
+    names = ("mode", "max_depth", "top_k", "max_nodes", "harness", "profile")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     return SpeculativeConfig(**given)
 

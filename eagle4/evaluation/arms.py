@@ -33,6 +33,7 @@ SPECULATION_FIELDS = (
     # Denominators: with them averages over several calls are exact quotients.
     "verifications",
     "drafted_by_depth",
+    "harness",
 )
 
 
@@ -65,7 +66,7 @@ def make_arms(
         "chain": dataclasses.replace(config, mode="chain"),
     }
     return {
-        name: _arm(model, {"speculative": modes[name]}) if name in modes else _arm(target, {})
+        name: make_arm(model, speculative=modes[name]) if name in modes else make_arm(target)
         for name in names
     }
 
@@ -106,7 +107,8 @@ def neutral_arguments(generation_config) -> dict[str, Any]:
     }
 
 
-def _arm(model, extra: dict[str, Any]) -> Arm:
+def make_arm(model, **extra: Any) -> Arm:
+    """Greedy answers of a model, with more arguments for `generate`."""
     eos = eos_ids(model.generation_config)
     fixed = {
         "do_sample": False,
