@@ -91,9 +91,11 @@ class Surface:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Surface:
         """Raises `ValueError`, `KeyError` or `TypeError` for what `to_dict` never wrote."""
-        grids = [[[float(v) for v in line] for line in values[n]] for n in ("ns", "spread_ns")]
-        axes = [[int(v) for v in values[name]] for name in ("rows", "contexts")]
-        return cls(*axes, *grids)
+        ns, spread = (
+            [[float(v) for v in line] for line in values[name]] for name in ("ns", "spread_ns")
+        )
+        rows, contexts = ([int(v) for v in values[name]] for name in ("rows", "contexts"))
+        return cls(rows, contexts, ns, spread)
 
 
 def _locate(axis: Sequence[int], value: float) -> tuple[int, float]:

@@ -6,6 +6,8 @@ atomic and no floating point, and the result equals the torch reference bit for 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -128,16 +130,13 @@ def best_offer(
     )
     gain_Z, width_Z = torch.empty_like(token_ns_Z), torch.empty_like(token_ns_Z)
     first, second = (*horizons, 0, 0)[:2]
+    sizes: dict[str, Any] = {"MIN_WIDTH": min_width, "WIDTH": width, "PATH": _PATH}
+    sizes |= {"FIRST": first, "SECOND": second, "BLOCK": _block(value_ZM.shape[1])}
     _offer_kernel[(rounds,)](
         *(value_ZM.contiguous(), code_M, token_ns_Z.contiguous(), verify_ns_ZR.contiguous()),
         *(level_ns_ZW.contiguous(), gain_Z, width_Z),
         *(value_ZM.shape[1], verify_ns_ZR.shape[1], level_ns_ZW.shape[1]),
-        MIN_WIDTH=min_width,
-        WIDTH=width,
-        FIRST=first,
-        SECOND=second,
-        PATH=_PATH,
-        BLOCK=_block(value_ZM.shape[1]),
+        **sizes,
     )
     return gain_Z, width_Z
 
@@ -151,20 +150,23 @@ def choose_nodes(
     """As `ops.next_level.choose_nodes`."""
     rounds, batch, nodes = survival_ZBP.shape
     chosen = torch.empty(survival_ZBP.shape, dtype=torch.int8, device=survival_ZBP.device)
+    rows, columns = _power_of_2(batch), _power_of_2(nodes)
+    _block(rows * columns)
+    sizes: dict[str, Any] = {"MAX_NODES": min(max_nodes, nodes)}
+    sizes |= {"BATCH": rows, "NODES": max(columns, 2)}
     _choose_kernel[(rounds,)](
         *(survival_ZBP.contiguous(), token_ns_Z.contiguous(), verify_ns_ZR.contiguous()),
         *(chosen, batch, nodes, verify_ns_ZR.shape[1]),
-        MAX_NODES=min(max_nodes, nodes),
-        BATCH=triton.next_power_of_2(batch),
-        NODES=max(
-            _block(triton.next_power_of_2(batch) * nodes) // triton.next_power_of_2(batch), 1
-        ),
+        **sizes,
     )
     return chosen.bool()
 
 
 def _block(nodes: int) -> int:
-    block = triton.next_power_of_2(nodes)
-    if block > MOST_BLOCK:
+    if nodes > MOST_BLOCK:
         raise ValueError(f"{nodes} nodes do not fit into one program; at most {MOST_BLOCK} do")
-    return max(block, 2)
+    return max(_power_of_2(nodes), 2)
+
+
+def _power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length()
