@@ -92,7 +92,8 @@ def make_cases(target: TargetAdapter, drafter: Eagle4Drafter, grid: Grid) -> dic
         for batch in grid.plain_batches:
             cases["plain", batch, context] = partial(stages[batch].verify, 0)
             cases["finish", batch, context] = stages[batch].finish
-        for rows in sorted({min(r, context) for r in grid.root_rows}):
+        # The same points at every context: a surface is a full grid.
+        for rows in sorted({min(r, contexts[0]) for r in grid.root_rows}):
             cases["root", rows, context] = partial(stages[1].root, rows)
         for rows in grid.level_rows:
             batch = -(-rows // widest)
