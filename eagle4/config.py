@@ -185,9 +185,17 @@ _BASE_KEYS = set(PreTrainedConfig().to_dict()) | {
 class SpeculativeConfig:
     """How `generate(..., speculative=...)` speculates.
 
-    ``mode``: ``"auto"`` and ``"tree"`` draft ``top_k`` wide, ``"chain"`` drafts width 1.
-    ``max_depth`` drafter levels, ``top_k`` children per node and frontier width, ``max_nodes``
-    nodes verified per sequence (at most 63: ancestor sets are 64-bit masks with the root).
+    ``harness``: depth, width, verified nodes and whether to speculate at all follow measured costs
+    and acceptance, within the limits below; False: always these limits. ``profile``: a file written
+    by `eagle4 profile`, used as it is and never refined (reproducible decisions); None: the one in
+    the cache folder, measured when missing. ``request_class``: requests of one class share an
+    acceptance calibration of their own.
+
+    ``mode``: ``"auto"`` leaves the shape to the harness, ``"tree"`` always expands ``top_k`` nodes,
+    ``"chain"`` drafts width 1. ``max_depth`` drafter levels, ``top_k`` children per node and
+    frontier width, ``max_nodes`` nodes verified per sequence (at most 63: ancestor sets are 64-bit
+    masks with the root).
+
     ``sampling`` matters with ``do_sample=True`` only: ``"coupled"`` gives the tokens of plain
     sampling with the same seed, ``"rejection"`` others of the same law.
     Raises `ValueError` for values out of range.
@@ -198,8 +206,17 @@ class SpeculativeConfig:
     top_k: int = 4
     max_nodes: int = 16
     sampling: str = "coupled"
+    harness: bool = True
+    profile: str | None = None
+    request_class: str = ""
 
     def __post_init__(self):
+        if not isinstance(self.harness, bool):
+            raise ValueError(f"harness must be True or False, got {self.harness!r}")
+        if not isinstance(self.profile, str | None):
+            raise ValueError(f"profile must be the path of a file or None, got {self.profile!r}")
+        if not isinstance(self.request_class, str):
+            raise ValueError(f"request_class must be a string, got {self.request_class!r}")
         if self.mode not in ("auto", "tree", "chain"):
             raise ValueError(f"mode must be 'auto', 'tree' or 'chain', got {self.mode!r}")
         if self.sampling not in ("coupled", "rejection"):

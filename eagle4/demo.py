@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from .machine import cache_dir
 from .ops import has_fast_bf16
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -63,14 +64,6 @@ def local_folder() -> Path | None:
         logger.warning("converting %s once into %s (about half a minute)", gguf.name, folder)
         _build(folder, gguf)
     return folder
-
-
-def cache_dir() -> Path:
-    """``EAGLE4_CACHE``, else ``XDG_CACHE_HOME/eagle4``, else ``~/.cache/eagle4``."""
-    if own := os.environ.get("EAGLE4_CACHE"):
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base).expanduser() if base else Path.home() / ".cache") / "eagle4"
 
 
 def drafter_path() -> Path:

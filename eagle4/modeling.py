@@ -9,6 +9,7 @@ Transformers otherwise.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 from contextlib import nullcontext
 from typing import Any
@@ -21,10 +22,12 @@ from .config import Eagle4Config, SpeculativeConfig
 from .drafter import Eagle4Drafter
 from .drafter.pairing import check_pair
 from .engine import Eagle4Cache, Request, Result, SpeculationStats, requests, run
+from .engine.adaptive import AdaptiveDraft
 from .engine.call import CACHE_KEYWORD, Eagle4Output
 from .engine.drafting import EagleDraft
 from .engine.drawing import TemplateDraft
-from .harness import FixedPolicy
+from .engine.home import HarnessHome
+from .harness import FixedPolicy, HarnessPolicy
 from .ops import PackedLinears
 from .pair import Eagle4PairConfig, check_complete, is_pair, speculative_defaults
 from .shell import TargetShell
@@ -64,6 +67,8 @@ class Eagle4ForCausalLM(TargetShell):
         self.target = target
         self.drafter = drafter
         self.last_speculation: SpeculationStats | None = None
+        self.last_harness: HarnessPolicy | None = None
+        self._home = HarnessHome()
         self.post_init()
         self.generation_config = speculative_defaults(target.generation_config)
         self._attach(tokenizer)
@@ -218,18 +223,32 @@ class Eagle4ForCausalLM(TargetShell):
         return result.sequences
 
     def _run(self, request: Request, config: SpeculativeConfig | None) -> Result:
-        policy, draft = self._speculation(config)
         with self._packed.active() if self._packed is not None else nullcontext():
+            policy, draft = self._speculation(config, request)
             result = run(request, self.adapter, policy, draft)
+        if isinstance(policy, HarnessPolicy):
+            self._home.settle(policy)
+            self.last_harness = policy
+            result.stats.harness = policy.report.to_dict()
         self.last_speculation = result.stats
         return result
 
-    def _speculation(self, config: SpeculativeConfig | None):
+    def _speculation(self, config: SpeculativeConfig | None, request: Request):
         """Policy and draft of one call; (None, None) decodes plainly."""
         if config is None or self.drafter is None:
             return None, None
+        is_drawn = request.sampler is not None and config.sampling == "rejection"
+        if request.sampler is not None and not config.request_class:
+            # What a draft probability means differs from greedy decoding.
+            config = dataclasses.replace(config, request_class="sampled")
+        if config.harness:
+            most = len(request.pads) * (request.max_length - request.input_ids.shape[1])
+            policy = self._home.policy(config, self.adapter, self.drafter, most)
+            if policy is not None:
+                draft = TemplateDraft if is_drawn else AdaptiveDraft
+                return policy, draft(self.drafter, policy)
         policy = FixedPolicy(config)
-        draft = TemplateDraft if config.sampling == "rejection" else EagleDraft
+        draft = TemplateDraft if is_drawn else EagleDraft
         return policy, draft(self.drafter, policy)
 
 

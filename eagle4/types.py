@@ -54,6 +54,15 @@ class Candidates(NamedTuple):
     logp_RK: torch.Tensor  # float32 log-probability under the law that the drafter reports
 
 
+class Load(NamedTuple):
+    """What a policy knows before a round."""
+
+    num_sequences: int  # live sequences
+    context: int = 0  # committed tokens of a sequence, mean
+    pending: int = 0  # feature rows that the drafter has not seen, all sequences
+    remaining: int = 1 << 30  # tokens that the longest-running sequence may still get
+
+
 class Plan(NamedTuple):
     """What the policy decided for one round."""
 

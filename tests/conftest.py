@@ -14,6 +14,12 @@ import torch
 import eagle4.demo
 
 
+@pytest.fixture(autouse=True)
+def own_profiles(tmp_path_factory, monkeypatch):
+    """No test leaves a measured cost table behind or finds another test's."""
+    monkeypatch.setenv("EAGLE4_PROFILES", str(tmp_path_factory.mktemp("profiles")))
+
+
 @pytest.fixture
 def target():
     """A tiny random fp32 Llama, fresh for every test."""
@@ -43,8 +49,12 @@ def demo_drafter_path():
         pytest.skip(str(error))
 
 
-def pytest_collection_modifyitems(items):
-    """Tests that need GPUs skip themselves where there are too few."""
+def pytest_collection_modifyitems(config, items):
+    """Tests that need GPUs skip themselves where there are too few; slow ones wait for -m slow."""
+    if "slow" not in config.getoption("-m"):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="slow; run it with -m slow"))
     count = torch.cuda.device_count()
     for item in items:
         if item.get_closest_marker("multi_gpu") and count < 2:

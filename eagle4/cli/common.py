@@ -62,7 +62,7 @@ def drafter_source(args: Namespace) -> str:
 
 def speculation(args: Namespace) -> SpeculativeConfig:
     """The options that were given, on top of the defaults."""
-    names = ("mode", "max_depth", "top_k", "max_nodes", "sampling")
+    names = ("mode", "max_depth", "top_k", "max_nodes", "harness", "profile", "sampling")
     given = {name: getattr(args, name, None) for name in names}
     return SpeculativeConfig(**{name: value for name, value in given.items() if value is not None})
 

@@ -44,6 +44,15 @@ def bench(args: Namespace) -> int:
     bar = partial(tqdm, desc="bench", mininterval=5)
     cells = run_benchmark(arms, prompts, loaded.tokenizer, config, loaded.device, bar)
     summary = summarise(cells)
+    if args.explain:
+        harness = loaded.model.last_harness
+        decode = loaded.tokenizer.decode
+        print(
+            "no round was decided by the harness"
+            if harness is None
+            else harness.report.explain(decode),
+            end="\n\n",
+        )
     result |= {"summary": summary, "cells": [cell_record(cell) for cell in cells]}
     return _publish(args, result, benchmark_markdown(result), {"arms": summary["all"]})
 

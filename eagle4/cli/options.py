@@ -69,6 +69,16 @@ def speculation_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--top-k", type=int, metavar="N", help="children per drafted token")
     group.add_argument("--max-nodes", type=int, metavar="N", help="drafted tokens per verification")
+    group.add_argument(
+        "--no-harness",
+        dest="harness",
+        action="store_false",
+        default=None,
+        help="always draft and verify as much as the limits above allow",
+    )
+    group.add_argument(
+        "--profile", metavar="FILE", help="costs from this file of `eagle4 profile`, unrefined"
+    )
 
 
 def length_option(parser: argparse.ArgumentParser, default: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from . import measure, run, train
+from . import measure, profile, run, train
 from .options import (
     arms_option,
     length_option,
@@ -34,6 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     _data(commands)
     _train(commands)
     _convert(commands)
+    _profile(commands)
     _bench(commands)
     _check(commands)
     return parser
@@ -86,6 +87,22 @@ def _chat(commands) -> None:
     sampling_options(parser)
 
 
+def _profile(commands) -> None:
+    parser = _add(
+        commands,
+        "profile",
+        profile.profile,
+        "measure what drafting and verifying cost on this machine",
+        "eagle4 profile --plot costs.png",
+        "The table goes to eagle4's cache folder, where generation finds it, or to --out. Without "
+        "it the first long request measures a coarse one.",
+    )
+    parser.add_argument("--out", metavar="FILE", help="write the table there instead")
+    parser.add_argument("--plot", metavar="FILE", help="draw it (needs matplotlib)")
+    parser.add_argument("--coarse", action="store_true", help="a few seconds instead of minutes")
+    model_options(parser)
+
+
 def _bench(commands) -> None:
     parser = _add(
         commands,
@@ -102,6 +119,9 @@ def _bench(commands) -> None:
     )
     parser.add_argument(
         "--warmup", type=int, default=1, metavar="N", help="batches to run first and forget"
+    )
+    parser.add_argument(
+        "--explain", action="store_true", help="show the last round's tree and decisions"
     )
     length_option(parser, 128)
     prompt_options(parser)

@@ -32,6 +32,7 @@ class _Level(NamedTuple):
 
     state_BKH: torch.Tensor
     visible_BKW: torch.Tensor  # scratch entries that each expanded node sees, itself included
+    depth_W: torch.Tensor  # depths of the scratch entries, 0 for children of the root
 
 
 class Draft(Protocol):
@@ -82,19 +83,26 @@ def _draft(
         pending = sequence.draft_length + sequence.num_pending
         state.reserve(sequence, pending + plan.top_k * plan.max_depth)
     root = catch_up(state, sequences, drafter, stats)
-    candidates = _propose(state, sequences, drafter, root.head_RH, 1, plan.top_k)
+    candidates = propose(state, sequences, drafter, root.head_RH, 1, plan.top_k)
     growth = trees.start(candidates, plan.max_depth, plan.top_k)
-    level = _Level(
-        root.state_RH.unsqueeze(1).expand(-1, plan.top_k, -1),
-        torch.zeros(len(sequences), plan.top_k, 0, dtype=torch.bool, device=state.device),
-    )
+    level = root_level(root, plan.top_k)
     while _wants_level(policy, plan, growth, depth_limit):
-        level, candidates = _expand(state, sequences, drafter, growth, level, plan.top_k)
+        level, candidates = expand(state, sequences, drafter, growth, level, plan.top_k)
         stats.draft_calls += 1
         growth = trees.extend(growth, candidates, plan.top_k)
     stats.nodes_drafted += int(growth.pool.count_B.sum())
     limit_B = torch.tensor(depth_limit, device=state.device)
     return trees.prune(growth.pool, plan.max_nodes, limit_B)
+
+
+def root_level(root: DraftOutput, top_k: int) -> _Level:
+    """The root's state for each of its children, nothing drafted yet."""
+    batch, device = len(root.state_RH), root.state_RH.device
+    return _Level(
+        root.state_RH.unsqueeze(1).expand(-1, top_k, -1),
+        torch.zeros(batch, top_k, 0, dtype=torch.bool, device=device),
+        torch.zeros(0, dtype=torch.int64, device=device),
+    )
 
 
 def _wants_level(policy: Policy, plan: Plan, growth: trees.Growth, depth_limit: list[int]) -> bool:
@@ -145,7 +153,7 @@ def _take_pending(sequence: Sequence, budget: int) -> torch.Tensor:
     return features[:budget]
 
 
-def _expand(
+def expand(
     state: State,
     sequences: list[Sequence],
     drafter: Eagle4Drafter,
@@ -154,7 +162,7 @@ def _expand(
     top_k: int,
 ) -> tuple[_Level, Candidates]:
     """Run the drafter on the frontier and propose its children."""
-    pool, frontier_BK, depth = growth
+    pool, frontier_BK, depth, _ = growth
     batch, width = frontier_BK.shape
     parent_BK = _frontier_parents(growth, top_k)
     parent_state = level.state_BKH.gather(
@@ -165,12 +173,13 @@ def _expand(
     )
     itself = torch.eye(width, dtype=torch.bool, device=state.device).expand(batch, -1, -1)
     visible_BKW = torch.cat([seen, itself], dim=-1)
-    step = _scratch_step(state, sequences, visible_BKW, depth, width)
+    depth_W = torch.cat([level.depth_W, level.depth_W.new_full((width,), depth - 1)])
+    step = _scratch_step(state, sequences, visible_BKW, depth_W, width)
     token_R = pool.token_BN.gather(1, frontier_BK).flatten()
     out = forward(state, drafter, parent_state.flatten(0, 1), token_R, step)
     state_BKH = out.state_RH.unflatten(0, (batch, width))
-    candidates = _propose(state, sequences, drafter, out.head_RH, depth + 1, top_k)
-    return _Level(state_BKH, visible_BKW), candidates
+    candidates = propose(state, sequences, drafter, out.head_RH, depth + 1, top_k)
+    return _Level(state_BKH, visible_BKW, depth_W), candidates
 
 
 def _frontier_parents(growth: trees.Growth, top_k: int) -> torch.Tensor:
@@ -181,20 +190,22 @@ def _frontier_parents(growth: trees.Growth, top_k: int) -> torch.Tensor:
     """
     if growth.depth == 1:
         return growth.frontier_BK
-    first_child = top_k + (growth.depth - 2) * top_k * top_k
-    return (growth.frontier_BK - first_child) // top_k
+    return (growth.frontier_BK - growth.first) // top_k
 
 
 def _scratch_step(
-    state: State, sequences: list[Sequence], visible_BKW: torch.Tensor, depth: int, width: int
+    state: State,
+    sequences: list[Sequence],
+    visible_BKW: torch.Tensor,
+    depth_W: torch.Tensor,
+    width: int,
 ) -> AttentionStep:
-    scratch_depth = torch.arange(depth, device=state.device).repeat_interleave(width)
     windows = [
         Window(
             sequence.index,
             sequence.draft_length,
-            (depth - 1) * width,
-            sequence.draft_length + scratch_depth,
+            len(depth_W) - width,
+            sequence.draft_length + depth_W,
             visible_BKW[b],
         )
         for b, sequence in enumerate(sequences)
@@ -218,7 +229,7 @@ def forward(
     return drafter(hidden_RH, token_R, step.position_R, attention)
 
 
-def _propose(
+def propose(
     state: State,
     sequences: list[Sequence],
     drafter: Eagle4Drafter,

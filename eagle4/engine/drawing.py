@@ -13,8 +13,10 @@ import torch
 from .. import tree as trees
 from ..cache import Window, build_step
 from ..drafter import DraftOutput, Eagle4Drafter
+from ..harness import HarnessPolicy
 from ..noise import Purpose
 from ..types import Drawn, Law, Plan, Tree
+from .adaptive import Lap
 from .drafting import MAX_CANDIDATES, DraftError, EagleDraft, catch_up, forward
 from .sampler import Sampler
 from .state import Sequence, State
@@ -25,7 +27,7 @@ MIN_SURVIVAL = 0.02
 
 
 class TemplateDraft(EagleDraft):
-    """`EagleDraft` that draws its tokens when the call samples."""
+    """Draws its tokens. Under a harness the tree is as large as earlier rounds say that it pays."""
 
     def __call__(
         self,
@@ -40,16 +42,21 @@ class TemplateDraft(EagleDraft):
         Deeper down such a law gives no children. Either is decided before anything is drawn from
         it.
         """
-        if state.sampler is None:
-            return super().__call__(state, sequences, plan, depth_limit, stats)
+        assert state.sampler is not None
+        harness = self.policy if isinstance(self.policy, HarnessPolicy) else None
         top_k = min(plan.top_k, self.drafter.num_proposable)
-        depth = min(plan.max_depth, max(depth_limit))
+        depth, most = min(plan.max_depth, max(depth_limit)), plan.max_nodes
         table = state.sampler.ranks.table(depth, top_k)
-        template = trees.best_template(table, plan.max_nodes, top_k, MIN_SURVIVAL)
-        drawn = _Drawing(state, sequences, self.drafter, template).run(stats)
+        if harness is not None:
+            depth, most = harness.shape_of_draws(table)
+        template = trees.best_template(table[:depth], most, top_k, MIN_SURVIVAL)
+        drawn = _Drawing(state, sequences, self.drafter, template, harness).run(stats)
         limit_B1 = torch.tensor(depth_limit, device=state.device).unsqueeze(1)
         exists_BN = drawn.tree.score_BN > float("-inf")
-        return trees.keep_slots(drawn, exists_BN & (drawn.tree.depth_BN <= limit_B1))
+        drawn = trees.keep_slots(drawn, exists_BN & (drawn.tree.depth_BN <= limit_B1))
+        if harness is not None:
+            harness.drew(max(template.depth), int(drawn.tree.count_B.sum()))
+        return drawn
 
 
 class _Drawing:
@@ -61,11 +68,13 @@ class _Drawing:
         sequences: list[Sequence],
         drafter: Eagle4Drafter,
         template: trees.Template,
+        harness: HarnessPolicy | None = None,
     ):
         assert state.sampler is not None
         self.state, self.sequences, self.drafter = state, sequences, drafter
         self.sampler: Sampler = state.sampler
         self.template = template
+        self.harness = harness
         self.children: dict[int, list[int]] = {}
         for slot, parent in enumerate(template.parent):
             self.children.setdefault(parent, []).append(slot)
@@ -85,8 +94,10 @@ class _Drawing:
         for sequence in self.sequences:
             pending = sequence.draft_length + sequence.num_pending
             self.state.reserve(sequence, pending + len(self.children))
+        lap, num_pending = Lap(), sum(s.num_pending for s in self.sequences)
         root = catch_up(self.state, self.sequences, self.drafter, stats)
         self._draw([-1], root, depth=1)
+        self._timed("root", num_pending, lap)
         if not torch.isfinite(self.law.logp_BRC[:, 0].amax(dim=-1)).all():
             raise DraftError("the drafter's probabilities are not finite")
         depth = 1
@@ -95,6 +106,7 @@ class _Drawing:
             stats.draft_calls += 1
             depth += 1
             self._draw(level, out, depth)
+            self._timed("level", len(self.sequences) * len(level), lap)
         batch = len(self.sequences)
         stats.nodes_drafted += self.token_BN.numel()
         parent_N = torch.tensor(self.template.parent, device=self.state.device)
@@ -102,6 +114,10 @@ class _Drawing:
         count_B = torch.full((batch,), len(parent_N), device=self.state.device)
         parent_BN, depth_BN = parent_N.repeat(batch, 1), depth_N.repeat(batch, 1)
         return Drawn(Tree(self.token_BN, parent_BN, depth_BN, self.score_BN, count_B), self.law)
+
+    def _timed(self, kind: str, rows: int, lap: Lap) -> None:
+        if self.harness is not None:
+            self.harness.timed(kind, rows, lap.ns())
 
     def _expand(self, level: list[int], depth: int) -> DraftOutput:
         """Run the drafter on these slots of every sequence; rows are (sequence, slot) pairs."""

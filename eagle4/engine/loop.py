@@ -19,6 +19,7 @@ from .call import Call, Request, Result
 from .commit import commit_cache, commit_tokens
 from .drafting import Draft, DraftError
 from .output import Recorder, Streamer
+from .plans import before_round, load_of, report_round
 from .prefix import Eagle4Cache, resume
 from .reference import Verified, empty_tree, prefill, verify
 from .state import Sequence, State
@@ -108,6 +109,7 @@ def _prefill(call: Call, sequence: Sequence) -> None:
 def _round(call: Call, sequences: list[Sequence]) -> None:
     state, stats = call.state, call.stats
     limits = [_depth_limit(call, sequence) for sequence in sequences]
+    before = before_round(call, sequences)
     drafted = _draft(call, sequences, limits)
     speculative = drafted is not None
     tree, law = (empty_tree(len(sequences), state.device), None) if drafted is None else drafted
@@ -130,6 +132,7 @@ def _round(call: Call, sequences: list[Sequence]) -> None:
             for b, sequence in enumerate(sequences)
         ]
     stats.accepted_per_round.append(accepted)
+    report_round(call, before, is_planned=max(limits) > 0)
 
 
 def _depth_limit(call: Call, sequence: Sequence) -> int:
@@ -146,7 +149,7 @@ def _draft(
     """The round's tree, with its law if it was drawn; or None for a plain round."""
     if call.draft is None or call.policy is None or max(limits) == 0:
         return None
-    plan = call.policy.plan(len(sequences))
+    plan = call.policy.plan(load_of(call, sequences))
     if not plan.speculative:
         return None
     try:

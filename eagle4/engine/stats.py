@@ -30,6 +30,7 @@ class SpeculationStats:
     accepted_per_round: list[list[int]] = field(default_factory=list)  # per round, per sequence
     fallbacks: Counter[str] = field(default_factory=Counter)  # reason -> count
     seconds: Counter[str] = field(default_factory=Counter)  # stage -> time
+    harness: dict[str, Any] | None = None  # what the harness decided; None without it
     _drafted_depth: Counter[int] = field(default_factory=Counter)
     _accepted_depth: Counter[int] = field(default_factory=Counter)
     _committed: int = 0  # tokens committed by speculative sequence-rounds
@@ -81,4 +82,5 @@ class SpeculationStats:
             "acceptance_by_depth": self.acceptance_by_depth,
             "fallbacks": dict(self.fallbacks),
             "seconds": dict(self.seconds),
+            "harness": self.harness,
         }

@@ -34,6 +34,7 @@ SPECULATION_FIELDS = (
     # Denominators: with them averages over several calls are exact quotients.
     "verifications",
     "drafted_by_depth",
+    "harness",
 )
 
 
@@ -78,9 +79,9 @@ def make_arms(
     }
     decoding = {"do_sample": False, **(decoding or {})}
     return {
-        name: _arm(model, {"speculative": modes[name], **decoding})
+        name: make_arm(model, speculative=modes[name], **decoding)
         if name in modes
-        else _arm(target, decoding)
+        else make_arm(target, **decoding)
         for name in names
     }
 
@@ -121,9 +122,11 @@ def neutral_arguments(generation_config) -> dict[str, Any]:
     }
 
 
-def _arm(model, extra: dict[str, Any]) -> Arm:
+def make_arm(model, **extra: Any) -> Arm:
+    """Greedy answers of a model, with more arguments for `generate`."""
     eos = eos_ids(model.generation_config)
     fixed = {
+        "do_sample": False,
         "return_dict_in_generate": True,
         **neutral_arguments(model.generation_config),
         **extra,

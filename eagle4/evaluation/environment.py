@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ..machine import cpu_name
+
 PACKAGES = ("torch", "transformers", "triton", "tokenizers", "safetensors", "numpy")
 
 
@@ -48,20 +50,8 @@ def describe_model(model) -> dict[str, Any]:
 def _hardware() -> str:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     if gpus:
-        return f"{len(gpus)} x {gpus[0]}, host {_cpu()}"
-    return _cpu()
-
-
-def _cpu() -> str:
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                name = line.split(":", 1)[1].strip()
-                break
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{name}, {cores} cores"
+        return f"{len(gpus)} x {gpus[0]}, host {cpu_name()}"
+    return cpu_name()
 
 
 def _version(package: str) -> str | None:

@@ -20,6 +20,7 @@ class Growth(NamedTuple):
     pool: Tree  # every node drafted so far
     frontier_BK: torch.Tensor  # pool indices that the next level expands, best first
     depth: int  # levels drafted
+    first: int = 0  # pool index of the last level's first node
 
 
 def pool_capacity(max_depth: int, top_k: int) -> int:
@@ -47,12 +48,17 @@ def start(candidates: Candidates, max_depth: int, top_k: int) -> Growth:
     return Growth(pool, frontier_BK, 1)
 
 
+def narrow(growth: Growth, width: int) -> Growth:
+    """Expand only the best ``width`` nodes of the frontier next."""
+    return growth._replace(frontier_BK=growth.frontier_BK[:, :width])
+
+
 def extend(growth: Growth, candidates: Candidates, top_k: int) -> Growth:
     """Add the children of the frontier; ``candidates`` rows are (sequence, frontier) pairs.
 
     The pool is written in place: go on with the returned growth, not with the given one.
     """
-    pool, frontier_BK, depth = growth
+    pool, frontier_BK, depth, _ = growth
     batch, width = frontier_BK.shape
     token_BC = candidates.token_RK.reshape(batch, -1)
     children = token_BC.shape[1]
@@ -68,7 +74,7 @@ def extend(growth: Growth, candidates: Candidates, top_k: int) -> Growth:
     pool.score_BN[:, columns] = score_BC
     order = score_BC.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
     grown = pool._replace(count_B=pool.count_B + children)
-    return Growth(grown, first + order, depth + 1)
+    return Growth(grown, first + order, depth + 1, first)
 
 
 def is_saturated(growth: Growth, max_nodes: int) -> torch.Tensor:

@@ -54,8 +54,12 @@ def sample(model, inputs, speculative: Any = None, seed: Any = 5, **kwargs: Any)
     return model.generate(**inputs, speculative=speculative, seed=seed, **kwargs)
 
 
-def assert_coupled(model, inputs, speculative: Any = "eagle4", **kwargs: Any) -> None:
-    """The same seed gives the same tokens with speculation and without."""
+def assert_coupled(model, inputs, speculative: dict | None = None, **kwargs: Any) -> None:
+    """The same seed gives the same tokens with speculation and without.
+
+    The shapes are fixed ones, so that every round speculates; test_harness.py lets them vary.
+    """
+    speculative = {"harness": False, **(speculative or {})}
     wanted = sample(model, inputs, **kwargs)
     assert model.last_speculation.draft_calls == 0
     got = sample(model, inputs, speculative, **kwargs)

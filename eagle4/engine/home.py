@@ -1,0 +1,148 @@
+"""Where a pair's harness lives between calls: cost table and experience, in memory and on disk.
+
+Looked up in this order: this object, the cache folder (``EAGLE4_PROFILES``, else ``profiles`` in
+eagle4's cache folder), a coarse measurement of a few seconds. Small requests are not worth a
+measurement; without a table they run with the configured limits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedConfig
+
+from ..config import SpeculativeConfig
+from ..drafter import Eagle4Drafter
+from ..harness import CostTable, HarnessPolicy
+from ..harness.acceptance import Experience
+from ..harness.profile_file import file_name, read, read_or_none, write
+from ..machine import cache_dir, device_name
+from ..target import TargetAdapter
+from .measure import COARSE, Grid, measure
+from .parts import make_cases
+
+WORTH_TOKENS = 64  # new tokens of a request that justify a measurement
+SAVE_ROUNDS = 512  # rounds of experience between two writes
+
+logger = logging.getLogger("eagle4")
+
+
+class Profile(NamedTuple):
+    """What is known about a pair on this machine."""
+
+    table: CostTable
+    experience: Experience
+
+
+class HarnessHome:
+    """The profile of one pair. `policy` is asked once per call, `settle` told at its end."""
+
+    def __init__(self):
+        self._profile: Profile | None = None
+        self._saved_rounds = 0
+
+    def policy(
+        self,
+        config: SpeculativeConfig,
+        target: TargetAdapter,
+        drafter: Eagle4Drafter,
+        num_tokens: int,
+    ) -> HarnessPolicy | None:
+        """A policy for one call of up to ``num_tokens`` new tokens; None without a table.
+
+        Raises `ValueError` when ``config.profile`` is broken or from another setup, `OSError` when
+        it cannot be read.
+        """
+        here = fingerprint(target, drafter)
+        if config.profile is not None:
+            table, experience = read(Path(config.profile), here, frozen=True)
+            return HarnessPolicy(config, table, experience)
+        if self._profile is None or self._profile.table.fingerprint != here:
+            self._profile = self._find(here, target, drafter, num_tokens)
+            if self._profile is None:
+                return None
+            self._saved_rounds = self._profile.experience.rounds
+        return HarnessPolicy(config, *self._profile)
+
+    def settle(self, policy: HarnessPolicy) -> None:
+        """A call has ended: keep what it taught, now and then on disk."""
+        policy.finish()
+        profile = self._profile
+        if profile is None or policy.table is not profile.table:
+            return
+        if profile.experience.rounds - self._saved_rounds >= SAVE_ROUNDS:
+            self._saved_rounds = profile.experience.rounds
+            _save(profile)
+
+    def _find(
+        self, here: dict[str, Any], target: TargetAdapter, drafter: Eagle4Drafter, num_tokens: int
+    ) -> Profile | None:
+        found = read_or_none(profile_path(here), here)
+        if found is not None:
+            return Profile(*found)
+        if num_tokens < WORTH_TOKENS:
+            return None
+        logger.info("measuring the costs of this pair once (a few seconds)")
+        profile = Profile(measure_pair(target, drafter, COARSE, here), Experience())
+        _save(profile)
+        return profile
+
+
+def measure_pair(
+    target: TargetAdapter, drafter: Eagle4Drafter, grid: Grid, here: dict[str, Any] | None = None
+) -> CostTable:
+    """Measure a pair; call it where packed weights are active."""
+    device = target.device
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    with torch.no_grad(), target.attached():
+        cases = make_cases(target, drafter, grid)
+        return measure(cases, grid, here or fingerprint(target, drafter), synchronize)
+
+
+def profile_path(here: dict[str, Any]) -> Path:
+    """The file of a fingerprint in the cache folder."""
+    own = os.environ.get("EAGLE4_PROFILES")
+    return (Path(own).expanduser() if own else cache_dir() / "profiles") / file_name(here)
+
+
+def fingerprint(target: TargetAdapter, drafter: Eagle4Drafter) -> dict[str, Any]:
+    """Everything that a measured nanosecond depends on, as plain values."""
+    versions = {name: _version(name) for name in ("torch", "transformers", "eagle4")}
+    return {
+        "device": device_name(target.device),
+        "target": _identity(target.config),
+        "drafter": _identity(drafter.config),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "attention": "packed",
+        "compile": "eager",
+        "packed_weights": os.environ.get("EAGLE4_PACK_WEIGHTS", "1"),
+        "tensor_parallel": 1,
+        "versions": versions,
+    }
+
+
+def _identity(config: PreTrainedConfig) -> str:
+    text = json.dumps(config.to_diff_dict(), sort_keys=True, default=str)
+    return f"{config.model_type} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _save(profile: Profile) -> None:
+    path = profile_path(profile.table.fingerprint)
+    try:
+        write(path, *profile)
+    except OSError as error:
+        logger.warning("the harness profile could not be saved: %s", error)

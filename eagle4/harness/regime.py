@@ -1,0 +1,108 @@
+"""Plain or speculative, and what a token is worth: the slow decisions between rounds.
+
+The gain of a speculative round is what its tokens would have cost in plain rounds minus what they
+did cost, in plain rounds; the long-run rate beats plain decoding exactly when its mean is positive.
+Speculation stops when the recent mean is negative by more than its own standard error. Plain
+decoding is interrupted by probes of one round, so rarely that their price, catching up the drafter
+included, stays near one hundredth of the time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isqrt
+
+Q = 20  # gains are integers in units of 2^-20 plain rounds
+UNIT = 1 << Q
+MARGIN = UNIT // 100  # smaller losses are not worth a switch
+MEMORY, LEAST_MEMORY = 24, 6  # rounds of one sequence, of many, that the mean remembers
+PRIOR_COUNT, PRIOR_VARIANCE = 4, UNIT // 10
+FIRST_WAIT, LEAST_WAIT = 8, 24
+PROBE_SHARE = 80  # a probe may cost 1/80 of the plain time before it
+RATE_MEMORY = 128  # rounds that the price of a token remembers
+
+
+@dataclass
+class Regime:
+    """State for one batch size. All numbers are integers."""
+
+    mean: int  # gain per speculative round
+    variance: int = PRIOR_VARIANCE
+    count: int = PRIOR_COUNT
+    memory: int = MEMORY
+    speculating: bool = True
+    probing: bool = False
+    waited: int = 0  # plain rounds since speculation stopped
+    wait: int = FIRST_WAIT
+    loss: int = 0  # expected of a probe, catching up apart
+    spent: int = 0  # by the current probe, catching up apart
+    tokens: int = 0  # fading sums of speculative rounds, tokens in 2^-10
+    cost_ns: int = 0
+
+    @classmethod
+    def start(cls, num_sequences: int, gain: int, tokens_q10: int, cost_ns: int) -> Regime:
+        """From an expected gain, and expected tokens and cost of a round (worth 8 rounds).
+
+        A round of many sequences says more than a round of one, so less of the past is needed.
+        """
+        size = num_sequences.bit_length()
+        gain = min(gain, UNIT)
+        return cls(
+            gain,
+            count=max(1, PRIOR_COUNT // size),
+            memory=max(MEMORY // size, LEAST_MEMORY),
+            speculating=gain > -MARGIN,
+            loss=max(-gain, 0),
+            tokens=8 * tokens_q10,
+            cost_ns=8 * max(cost_ns, 1),
+        )
+
+    def record(self, gain: int, tokens: int, cost_ns: int) -> None:
+        """A speculative round: its gain, its committed tokens and its predicted cost."""
+        self.count = min(self.count + 1, self.memory)
+        delta = gain - self.mean
+        self.mean += delta // self.count
+        self.variance += ((delta * delta >> Q) - self.variance) // self.count
+        self.tokens += (tokens << 10) - self.tokens // RATE_MEMORY
+        self.cost_ns += cost_ns - self.cost_ns // RATE_MEMORY
+        if self.probing:
+            self.spent -= gain
+
+    def decide(self, catch_up: int, rounds_left: int) -> bool:
+        """Whether the next round speculates.
+
+        ``catch_up``: price of bringing the drafter up to date, in 2^-20 plain rounds;
+        ``rounds_left``: rounds in which it could pay.
+        """
+        if not self.speculating:
+            self.waited += 1
+            is_due = self.waited >= self.wait
+            is_cheap = self.waited * UNIT >= PROBE_SHARE * (catch_up + self.loss)
+            # A probe that could not pay any more is not made.
+            if is_due and is_cheap and rounds_left * UNIT >= 16 * catch_up:
+                self._probe()
+        elif self.probing and self.spent > 0:
+            self._stop(loss=self.spent)
+        elif self.is_losing:
+            self._stop(loss=0)
+        return self.speculating
+
+    @property
+    def is_losing(self) -> bool:
+        """Significantly worse than plain."""
+        error = isqrt(max(self.variance, 0) * UNIT // self.count)
+        return self.mean < -MARGIN and self.mean + error < 0
+
+    def token_ns(self, plain_token_ns: int) -> int:
+        """What a token costs at the best rate known: plain decoding is always available."""
+        if not self.tokens:
+            return plain_token_ns
+        return max(1, min(plain_token_ns, (self.cost_ns << 10) // self.tokens))
+
+    def _probe(self) -> None:
+        self.speculating = self.probing = True
+        self.mean, self.variance, self.count, self.spent = 0, PRIOR_VARIANCE, 1, 0
+
+    def _stop(self, loss: int) -> None:
+        self.speculating = self.probing = False
+        self.waited, self.wait, self.loss = 0, LEAST_WAIT, loss
