@@ -6,8 +6,6 @@ commits. Whatever goes wrong on the draft side ends speculation, never the reque
 
 from __future__ import annotations
 
-import logging
-
 import torch
 from transformers import StoppingCriteriaList
 
@@ -18,13 +16,12 @@ from ..types import Drawn, Law, Tree
 from .call import Call, Request, Result
 from .commit import commit_cache, commit_tokens
 from .drafting import Draft, DraftError
+from .fallback import is_out_of_memory, stop_speculating
 from .output import Recorder, Streamer
 from .plans import before_round, load_of, report_round
 from .prefix import Eagle4Cache, resume
 from .reference import Verified, empty_tree, prefill, verify
 from .state import Sequence, State
-
-logger = logging.getLogger("eagle4")
 
 
 @torch.no_grad()
@@ -107,22 +104,19 @@ def _prefill(call: Call, sequence: Sequence) -> None:
 
 
 def _round(call: Call, sequences: list[Sequence]) -> None:
-    state, stats = call.state, call.stats
+    stats = call.stats
     limits = [_depth_limit(call, sequence) for sequence in sequences]
     before = before_round(call, sequences)
     drafted = _draft(call, sequences, limits)
+    try:
+        tree, verified = _verify(call, sequences, drafted)
+    except Exception as error:
+        if drafted is None or not is_out_of_memory(error):
+            raise
+        stop_speculating(call, error)
+        drafted = None
+        tree, verified = _verify(call, sequences, None)
     speculative = drafted is not None
-    tree, law = (empty_tree(len(sequences), state.device), None) if drafted is None else drafted
-    with stats.stage("verify"):
-        verified = verify(
-            state,
-            sequences,
-            tree,
-            call.target,
-            call.processors,
-            call.request.output_hidden_states,
-            law,
-        )
     stats.rounds += 1
     stats.target_calls += 1
     stats.plain_rounds += not speculative
@@ -133,6 +127,16 @@ def _round(call: Call, sequences: list[Sequence]) -> None:
         ]
     stats.accepted_per_round.append(accepted)
     report_round(call, before, is_planned=max(limits) > 0)
+
+
+def _verify(
+    call: Call, sequences: list[Sequence], drafted: tuple[Tree, Law | None] | None
+) -> tuple[Tree, Verified]:
+    """Run the tree, or the roots alone, through the target."""
+    tree, law = drafted or (empty_tree(len(sequences), call.state.device), None)
+    hidden = call.request.output_hidden_states
+    with call.stats.stage("verify"):
+        return tree, verify(call.state, sequences, tree, call.target, call.processors, hidden, law)
 
 
 def _depth_limit(call: Call, sequence: Sequence) -> int:
@@ -159,13 +163,8 @@ def _draft(
             found = call.draft(call.state, sequences, plan, limits, call.stats)
         tree, law = found if isinstance(found, Drawn) else (found, None)
         _check_tokens(tree, call.target.config.vocab_size)
-    except Exception as error:  # speculation is an optimisation, never a dependency
-        reason = f"{type(error).__name__}: {error}"
-        if not call.stats.fallbacks:
-            logger.warning("drafting failed, decoding goes on without speculation: %s", reason)
-        call.stats.fallbacks[reason] += 1
-        call.draft = None
-        call.state.forget_drafts()
+    except Exception as error:  # whatever it is: plain decoding can do without the draft
+        stop_speculating(call, error)
         return None
     call.stats.nodes_verified += int(tree.count_B.sum())
     return tree, law

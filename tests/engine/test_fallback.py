@@ -177,3 +177,42 @@ def test_drafted_tokens_outside_the_vocabulary_are_a_fallback(caplog):
 
     model = ScriptedModel(target, Outside())
     assert_falls_back(model, inputs, caplog, "vocabulary")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_no_memory_for_a_tree(monkeypatch, caplog, error):
+    """Verification of the roots alone still fits: the round is repeated plainly."""
+    inputs = prompt([6, 2])
+    model = eagle_model()
+    forward, trees = model.adapter.forward, []
+
+    def small(token_R, step, pool, keep=None, *args, **kwargs):
+        if keep is None and len(token_R) > 2:
+            trees.append(len(token_R))
+            raise error
+        return forward(token_R, step, pool, keep, *args, **kwargs)
+
+    monkeypatch.setattr(model.adapter, "forward", small)
+    out = assert_falls_back(model, inputs, caplog, str(error))
+    assert len(trees) == 1 and out.speculation.plain_rounds == out.speculation.rounds
+
+
+def test_other_errors_of_the_target_are_not_hidden(monkeypatch):
+    inputs, model = prompt([6]), eagle_model()
+    forward = model.adapter.forward
+
+    def broken(token_R, step, pool, keep=None, *args, **kwargs):
+        if keep is None:
+            raise RuntimeError("a fault of the target")
+        return forward(token_R, step, pool, keep, *args, **kwargs)
+
+    monkeypatch.setattr(model.adapter, "forward", broken)
+    with pytest.raises(RuntimeError, match="a fault of the target"):
+        eagle(model, inputs, max_new_tokens=4)
