@@ -16,7 +16,7 @@ from eagle4 import Eagle4Config, Eagle4Drafter
 from eagle4.cli import common, main, measure
 from eagle4.cli.parser import build_parser
 
-COMMANDS = ("generate", "chat", "data", "train", "convert", "bench", "check")
+COMMANDS = ("generate", "chat", "data", "train", "convert", "profile", "bench", "check")
 
 
 @pytest.fixture(scope="module")

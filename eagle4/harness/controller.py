@@ -68,7 +68,11 @@ class HarnessPolicy:
         rounds_left = load.remaining * load.num_sequences * 1024 // max(known.tokens_q10, 1)
         is_hopeless = hoped.gain <= 0
         speculative = not is_hopeless and regime.decide((catch_up << Q) // plain_ns, rounds_left)
+        compared = self.table.num_compared(load.num_sequences)
+        is_check = speculative and not self.table.frozen and regime.is_check_due(compared)
+        speculative = speculative and not is_check
         self._round = Round(speculative, load, plain_ns=plain_ns, is_probe=regime.probing)
+        self._round.is_check = is_check
         self._round.is_hopeless = is_hopeless
         if not speculative:
             return Plan(False, 0, 0, 0)
@@ -163,7 +167,8 @@ class HarnessPolicy:
             self._record()
         else:
             done.cost_ns += done.plain_ns
-            self.table.refine("plain", batch, context, target_ns)
+            learn = self.table.refine_plain if not done.is_check else self.table.compare_plain
+            learn(batch, context, target_ns)
         self.report.add(done, self._nodes.for_report(), self._chosen, self._tokens)
         self._rounds += 1
         if self._rounds % SETTLE_ROUNDS == 0:

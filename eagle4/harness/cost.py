@@ -12,7 +12,9 @@ more sequences cost the host is in the first term, what more rows cost the targe
 Measured once (`engine.measure`), then followed online: a group of surfaces that share a cause
 (target, drafter, host) shares one factor, the median of the last measured / predicted ratios. A
 machine that slows down therefore slows plain decoding and verification alike, although only one of
-them is being measured. Shapes drift slowly, one grid point at a time.
+them is being measured. What that hides, plain decoding being cheaper than the table says next to
+verification, shows in plain rounds between speculative ones (`compare_plain`). Shapes drift slowly,
+one grid point at a time.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ _WINDOW = 15  # measured ratios that a factor is the median of
 _LEAST = 5  # ratios before a factor moves
 _DEADBAND = 0.05  # factors closer to the old one than this are noise
 _SHAPE_RATE = 0.02  # how fast a grid point follows what remains after the factor
+_COMPARED = 5  # plain rounds between speculative ones that their ratio is the median of
 _OUTLIER = 2.0  # a ratio this far from the factor says nothing about the shape
 
 
@@ -64,6 +67,8 @@ class CostTable:
         self.frozen = frozen
         self.factors = dict.fromkeys(sorted(set(GROUPS.values())), 1.0)
         self.version = 0  # changes whenever a predicted cost does
+        # By size of the batch in bits: measured / predicted plain rounds, while speculating.
+        self._compared: dict[int, deque[float]] = {}
         self._ratios = {group: deque(maxlen=_WINDOW) for group in self.factors}
         self._curves: dict[tuple[int, int, int, int], list[int]] = {}
 
@@ -72,7 +77,28 @@ class CostTable:
         if kind == "verify":
             rows = self.bucket(rows)
         value = self.surfaces[kind].at(rows, context) * self.factors[GROUPS[kind]]
+        if kind == "plain":
+            value *= self.plain_ratio(rows)
         return max(1, int(value))
+
+    def plain_ratio(self, num_sequences: int) -> float:
+        """Plain rounds between speculative ones, measured over predicted; 1 when unknown."""
+        ratios = self._compared.get(num_sequences.bit_length())
+        return statistics.median(ratios) if ratios else 1.0
+
+    def num_compared(self, num_sequences: int) -> int:
+        """How often plain decoding was compared at this load, at most a handful."""
+        return len(self._compared.get(num_sequences.bit_length(), ()))
+
+    def compare_plain(self, num_sequences: int, context: int, measured_ns: int) -> None:
+        """Learn what a plain round takes next to the speculative ones around it."""
+        if self.frozen or measured_ns <= 0:
+            return
+        size = num_sequences.bit_length()
+        ratios = self._compared.setdefault(size, deque(maxlen=_COMPARED))
+        known = self.surfaces["plain"].at(num_sequences, context) * self.factors["target"]
+        ratios.append(measured_ns / known)
+        self.version += 1
 
     def bucket(self, rows: int) -> int:
         """The packed row count that ``rows`` are padded to."""
@@ -89,7 +115,7 @@ class CostTable:
         if curve is None:
             if len(self._curves) > 64:
                 self._curves.clear()
-            plain = self.cost_ns("plain", num_sequences, context)
+            plain = int(self.surfaces["plain"].at(num_sequences, context) * self.factors["target"])
             base = self.cost_ns("verify", num_sequences, context)
             curve = [
                 plain + max(self.cost_ns("verify", num_sequences + nodes, context) - base, 0)
@@ -125,6 +151,11 @@ class CostTable:
         if len(ratios) == _WINDOW and 1 / _OUTLIER < rest < _OUTLIER:
             for i, j, weight in surface.corners(rows, context):
                 surface.ns[i][j] *= 1 + _SHAPE_RATE * weight * (rest - 1)
+
+    def refine_plain(self, num_sequences: int, context: int, measured_ns: int) -> None:
+        """Learn from a plain round among plain rounds."""
+        ratio = self.plain_ratio(num_sequences)
+        self.refine("plain", num_sequences, context, max(1, int(measured_ns / ratio)))
 
     def settle(self) -> None:
         """Restore monotonicity after online refinement; call it now and then, not every round."""

@@ -19,6 +19,7 @@ MEMORY, LEAST_MEMORY = 24, 6  # rounds of one sequence, of many, that the mean r
 PRIOR_COUNT, PRIOR_VARIANCE = 4, UNIT // 10
 FIRST_WAIT, LEAST_WAIT = 8, 24
 PROBE_SHARE = 80  # a probe may cost 1/80 of the plain time before it
+FIRST_CHECK, LEAST_CHECK, CHECKS = 8, 32, 3  # rounds to plain rounds for comparison
 RATE_MEMORY = 128  # rounds that the price of a token remembers
 
 
@@ -32,6 +33,7 @@ class Regime:
     memory: int = MEMORY
     speculating: bool = True
     probing: bool = False
+    unchecked: int = 0  # speculative rounds since plain decoding was measured
     waited: int = 0  # plain rounds since speculation stopped
     wait: int = FIRST_WAIT
     loss: int = 0  # expected of a probe, catching up apart
@@ -86,6 +88,20 @@ class Regime:
         elif self.is_losing:
             self._stop(loss=0)
         return self.speculating
+
+    def is_check_due(self, num_compared: int) -> bool:
+        """Whether a plain round should be measured between speculative ones.
+
+        Soon where it was rarely done; then so that forgone gains stay near one hundredth.
+        """
+        self.unchecked += 1
+        due = FIRST_CHECK if num_compared < CHECKS else LEAST_CHECK
+        if num_compared >= CHECKS:
+            due = max(due, self.mean * 100 >> Q)
+        if self.probing or self.unchecked < due:
+            return False
+        self.unchecked = 0
+        return True
 
     @property
     def is_losing(self) -> bool:

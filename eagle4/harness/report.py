@@ -22,6 +22,7 @@ class Round:
     plain_ns: int = 1
     is_probe: bool = False
     is_hopeless: bool = False
+    is_check: bool = False  # plain, to compare
     token_ns: int = 0
     depth: int = 0
     rows: int = 0
@@ -52,6 +53,7 @@ class HarnessReport:
         kind = "speculative" if done.speculative else "plain"
         self.rounds[kind] += 1
         self.rounds["probe"] += done.is_probe and done.speculative
+        self.rounds["check"] += done.is_check
         self.rounds["hopeless"] += done.is_hopeless
         self.ns[f"{kind}_predicted"] += done.cost_ns
         self.ns[f"{kind}_measured"] += done.measured_ns

@@ -89,6 +89,25 @@ def test_a_drafter_that_gets_three_times_slower_is_noticed_within_64_rounds():
     assert table.cost_ns("verify", 8, 1) == pytest.approx(CPU.verify(8), rel=0.02)
 
 
+def test_plain_decoding_that_is_cheaper_than_the_table_says_is_found_out():
+    """Verification in a batch may cost more than its rows do; a common factor would hide it."""
+
+    class Dearer(HarnessRun):
+        def __init__(self, *args):
+            super().__init__(*args)
+            observe = self.policy.observe
+            self.policy.observe = lambda tokens, ns: observe(  # type: ignore[method-assign]
+                tokens, {"verify": ns["verify"] * (1 if self.policy.is_plain else 2)}
+            )
+
+    run = Dearer(HarnessPolicy(SpeculativeConfig(), CPU.table()), CPU, 4)
+    run.rounds(PROCESSES["good"], 60)
+    report = run.policy.report.to_dict()["rounds"]
+    assert 1 <= report["check"] <= 4
+    run.rounds(PROCESSES["good"], 100)
+    assert run.policy.report.to_dict()["rounds"]["plain"] > 90
+
+
 def test_text_that_turns_hostile_is_left_alone_within_64_rounds():
     run = start(CPU)
     run.rounds(PROCESSES["good"], 300)

@@ -21,7 +21,7 @@ from eagle4.target import TargetAdapter, attention
 from eagle4.target.families import PROVEN, declared_windows
 
 NEW = 40
-RANDOM = {"max_depth": 2, "top_k": 2, "max_nodes": 4}
+RANDOM = {"max_depth": 2, "top_k": 2, "max_nodes": 4, "harness": False}
 SCRIPT = {"max_depth": 6, "top_k": 2, "max_nodes": 12}
 # What each layer's attention call must carry; families that are not named have no windows.
 WINDOWS = {
