@@ -43,10 +43,13 @@ def demo_drafter_path():
         pytest.skip(str(error))
 
 
-def pytest_collection_modifyitems(items):
-    """Tests that need GPUs skip themselves where there are too few."""
+def pytest_collection_modifyitems(config, items):
+    """Slow tests run when they are asked for (``-m slow``, or by their id); GPU tests need GPUs."""
     count = torch.cuda.device_count()
+    is_asked = bool(config.option.markexpr) or any("::" in arg for arg in config.args)
     for item in items:
+        if item.get_closest_marker("slow") and not is_asked:
+            item.add_marker(pytest.mark.skip(reason="slow; run with -m slow"))
         if item.get_closest_marker("multi_gpu") and count < 2:
             item.add_marker(pytest.mark.skip(reason=f"needs 2 GPUs, found {count}"))
         elif item.get_closest_marker("cuda") and count < 1:
