@@ -50,13 +50,12 @@ def demo_drafter_path():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests that need GPUs skip themselves where there are too few; slow ones wait for -m slow."""
-    if "slow" not in config.getoption("-m"):
-        for item in items:
-            if item.get_closest_marker("slow"):
-                item.add_marker(pytest.mark.skip(reason="slow; run it with -m slow"))
+    """Slow tests run when they are asked for (``-m slow``, or by their id); GPU tests need GPUs."""
     count = torch.cuda.device_count()
+    is_asked = bool(config.option.markexpr) or any("::" in arg for arg in config.args)
     for item in items:
+        if item.get_closest_marker("slow") and not is_asked:
+            item.add_marker(pytest.mark.skip(reason="slow; run it with -m slow"))
         if item.get_closest_marker("multi_gpu") and count < 2:
             item.add_marker(pytest.mark.skip(reason=f"needs 2 GPUs, found {count}"))
         elif item.get_closest_marker("cuda") and count < 1:
