@@ -87,8 +87,7 @@ def test_chat_keeps_the_conversation(folders, monkeypatch, capsys):
 
 def test_bench_writes_files_and_one_json_line(folders, prompts, tmp_path, capsys):
     out = str(tmp_path / "results" / "bench")
-    exact = ["--dtype", "float32"]  # bf16 may part at a near tie
-    assert main(["bench", *folders, *prompts, *exact, "--turns", "2", "--out", out]) == 0
+    assert main(["bench", *folders, *prompts, "--turns", "2", "--out", out]) == 0
     line = last_line(capsys)
     assert line["command"] == "bench" and set(line["arms"]) == {"transformers", "plain", "eagle4"}
     assert line["arms"]["eagle4"]["cells_equal_to_plain"] == line["arms"]["eagle4"]["cells"] == 6
