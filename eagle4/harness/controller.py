@@ -30,10 +30,7 @@ _USUAL_RATE = 0.3
 
 
 class HarnessPolicy:
-    """Speculates exactly as far as it pays.
-
-    ``top_k``: children per node at most (the drafter may propose fewer than configured).
-    """
+    """Speculates exactly as far as it pays."""
 
     def __init__(
         self, config: SpeculativeConfig, table: CostTable, experience: Experience | None = None
