@@ -11,7 +11,7 @@ follows the text, not the target's best token.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -37,8 +37,8 @@ class Tally:
         lm_head: torch.nn.Module,
     ) -> None:
         """Score one run with the full head."""
-        dtype = lm_head.weight.dtype  # type: ignore[union-attr]
-        logp_JV = lm_head(teacher_JH.to(dtype)).float().log_softmax(-1)  # type: ignore[arg-type]
+        dtype = cast(torch.Tensor, lm_head.weight).dtype
+        logp_JV = lm_head(teacher_JH.to(dtype)).float().log_softmax(-1)
         best_J, p_JV = logp_JV.argmax(-1), logp_JV.exp()
         num_anchors = valid_KM.shape[1]
         chain = path = torch.ones(num_anchors, dtype=torch.bool, device=valid_KM.device)
