@@ -197,7 +197,8 @@ class SpeculativeConfig:
     masks with the root).
 
     ``sampling`` matters with ``do_sample=True`` only: ``"coupled"`` gives the tokens of plain
-    sampling with the same seed, ``"rejection"`` others of the same law.
+    sampling with the same seed, ``"rejection"`` others of the same law, which repeat with the seed
+    only where the shapes do (``harness=False`` or a ``profile``).
     Raises `ValueError` for values out of range.
     """
 

@@ -88,6 +88,6 @@ for name, values in speeds.items():
     print(f"{name:14}{median(values):10.1f}{ratio:10.2f}")
 rounds = [s.rounds - s.plain_rounds for s in stats]  # only these verified a draft
 committed = sum(s.accept_length * count for s, count in zip(stats, rounds, strict=True))
-accept_length = committed / max(1, sum(rounds))
+accept_length = committed / sum(rounds) if any(rounds) else 1.0
 print(f"\naccept length {accept_length:.2f} tokens per target verification (plain decoding: 1)")
 print(f"target calls  {sum(s.target_calls for s in stats)} with speculation")

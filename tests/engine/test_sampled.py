@@ -100,7 +100,7 @@ def test_drafts_that_know_the_future(right):
 
 @pytest.mark.parametrize("sampling", ["coupled", "rejection"])
 def test_seeds_and_rows(model, sampling):
-    speculative = {"sampling": sampling}
+    speculative = {"sampling": sampling, "harness": False}
     inputs = prompt([5, 5, 5])
     same = {name: value[:1].repeat(3, 1) for name, value in inputs.items()}
     first = sample(model, same, speculative)
@@ -127,7 +127,10 @@ def test_a_row_with_its_own_seed_draws_what_it_draws_alone(model, speculative):
     assert unpadded(again, shuffled) == [together[i] for i in order]
 
 
-@pytest.mark.parametrize("speculative", [None, "eagle4", {"sampling": "rejection"}])
+REJECTION = {"sampling": "rejection", "harness": False}
+
+
+@pytest.mark.parametrize("speculative", [None, "eagle4", REJECTION])
 def test_torch_manual_seed_governs_without_a_seed(model, speculative):
     inputs = prompt(LENGTHS)
     outs = []
@@ -183,7 +186,7 @@ class AtLength(StoppingCriteria):
 @pytest.mark.parametrize("sampling", ["coupled", "rejection"])
 def test_stop_rules_cut_token_by_token(model, sampling):
     inputs = prompt([5])
-    speculative = {"sampling": sampling}
+    speculative = {"sampling": sampling, "harness": False}
     whole = sample(model, inputs, speculative)[0].tolist()
     for length in range(6, 5 + NEW, 2):
         criteria = StoppingCriteriaList([AtLength(length)])
@@ -222,7 +225,7 @@ def test_scores_and_logits_are_those_of_the_drawn_tokens(model, sampling):
     out = sample(
         model,
         inputs,
-        {"sampling": sampling},
+        {"sampling": sampling, "harness": False},
         temperature=0.7,
         top_k=9,
         return_dict_in_generate=True,
@@ -297,8 +300,13 @@ def chi_square(model, speculative: Any, samples: int, seed: int, rows: int = 100
 SAMPLED = {
     "plain": None,
     "coupled": {"max_nodes": 4, "top_k": 2},
-    "rejection": {"sampling": "rejection", "max_nodes": 4, "top_k": 2},
-    "rejection chain": {"sampling": "rejection", "mode": "chain", "max_depth": 2},
+    "rejection": {"sampling": "rejection", "max_nodes": 4, "top_k": 2, "harness": False},
+    "rejection chain": {
+        "sampling": "rejection",
+        "mode": "chain",
+        "max_depth": 2,
+        "harness": False,
+    },
 }
 
 
