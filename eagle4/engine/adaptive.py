@@ -13,21 +13,18 @@ import time
 import torch
 
 from .. import tree as trees
-from ..drafter import Eagle4Drafter
 from ..harness import HarnessPolicy
 from ..harness.device_policy import quantise
 from ..types import Candidates, Plan, Tree
-from .drafting import catch_up, expand, propose, root_level
+from .drafting import EagleDraft, begin, expand
 from .state import Sequence, State
 from .stats import SpeculationStats
 
 
-class AdaptiveDraft:
+class AdaptiveDraft(EagleDraft):
     """Drafts with an `Eagle4Drafter` as far as a `HarnessPolicy` wants."""
 
-    def __init__(self, drafter: Eagle4Drafter, policy: HarnessPolicy):
-        self.drafter = drafter
-        self.policy = policy
+    policy: HarnessPolicy
 
     def __call__(
         self,
@@ -41,22 +38,15 @@ class AdaptiveDraft:
         policy, batch, lap = self.policy, len(sequences), Lap()
         top_k = min(plan.top_k, self.drafter.num_proposable)
         pending = sum(sequence.num_pending for sequence in sequences)
-        for sequence in sequences:
-            entries = sequence.draft_length + sequence.num_pending
-            state.reserve(sequence, entries + top_k * plan.max_depth)
-        root = catch_up(state, sequences, self.drafter, stats)
-        candidates = propose(state, sequences, self.drafter, root.head_RH, 1, top_k)
-        growth = trees.start(candidates, plan.max_depth, top_k)
-        level = root_level(root, top_k)
+        setting = state, sequences, self.drafter
+        growth, level, candidates = begin(*setting, plan.max_depth, top_k, stats)
         probs = _probabilities(candidates, batch)
         policy.timed("root", pending, lap.ns())
         policy.begin_draft(depth_limit, probs)
         frontier = growth.frontier_BK.tolist()
         while width := policy.next_width(frontier, plan):
             growth = trees.narrow(growth, width)
-            level, candidates = expand(state, sequences, self.drafter, growth, level, top_k)
-            stats.draft_calls += 1
-            growth = trees.extend(growth, candidates, top_k)
+            growth, level, candidates = expand(*setting, growth, level, top_k, stats)
             probs = _probabilities(candidates, batch)
             expanded = [row[:width] for row in frontier]
             frontier = growth.frontier_BK.tolist()

@@ -67,32 +67,28 @@ class EagleDraft:
     ) -> Tree | Drawn:
         """Raises `DraftError` on non-finite probabilities."""
         plan = plan._replace(top_k=min(plan.top_k, self.drafter.num_proposable))
-        return _draft(state, sequences, self.drafter, self.policy, plan, depth_limit, stats)
+        setting = state, sequences, self.drafter
+        growth, level, _ = begin(*setting, plan.max_depth, plan.top_k, stats)
+        while _wants_level(self.policy, plan, growth, depth_limit):
+            growth, level, _ = expand(*setting, growth, level, plan.top_k, stats)
+        stats.nodes_drafted += int(growth.pool.count_B.sum())
+        limit_B = torch.tensor(depth_limit, device=state.device)
+        return trees.prune(growth.pool, plan.max_nodes, limit_B)
 
 
-def _draft(
+def begin(
     state: State,
     sequences: list[Sequence],
     drafter: Eagle4Drafter,
-    policy: Policy,
-    plan: Plan,
-    depth_limit: list[int],
+    max_depth: int,
+    top_k: int,
     stats: SpeculationStats,
-) -> Tree:
-    for sequence in sequences:
-        pending = sequence.draft_length + sequence.num_pending
-        state.reserve(sequence, pending + plan.top_k * plan.max_depth)
+) -> tuple[trees.Growth, _Level, Candidates]:
+    """Depth 0, and the root's children as level 1 of a tree up to ``max_depth`` deep."""
+    state.reserve_scratch(sequences, top_k * max_depth)
     root = catch_up(state, sequences, drafter, stats)
-    candidates = propose(state, sequences, drafter, root.head_RH, 1, plan.top_k)
-    growth = trees.start(candidates, plan.max_depth, plan.top_k)
-    level = root_level(root, plan.top_k)
-    while _wants_level(policy, plan, growth, depth_limit):
-        level, candidates = expand(state, sequences, drafter, growth, level, plan.top_k)
-        stats.draft_calls += 1
-        growth = trees.extend(growth, candidates, plan.top_k)
-    stats.nodes_drafted += int(growth.pool.count_B.sum())
-    limit_B = torch.tensor(depth_limit, device=state.device)
-    return trees.prune(growth.pool, plan.max_nodes, limit_B)
+    candidates = propose(state, sequences, drafter, root.head_RH, 1, top_k)
+    return trees.start(candidates, max_depth, top_k), root_level(root, top_k), candidates
 
 
 def root_level(root: DraftOutput, top_k: int) -> _Level:
@@ -135,8 +131,7 @@ def catch_up(
             owners.append((sequence, count))
         step = build_step(state.table, windows, state.device)
         fused = drafter.fuse(torch.cat(features))
-        out = forward(state, drafter, fused, torch.cat(tokens), step)
-        stats.draft_calls += 1
+        out = forward(state, drafter, fused, torch.cat(tokens), step, stats)
         row = -1
         for sequence, count in owners:
             row += count
@@ -160,8 +155,9 @@ def expand(
     growth: trees.Growth,
     level: _Level,
     top_k: int,
-) -> tuple[_Level, Candidates]:
-    """Run the drafter on the frontier and propose its children."""
+    stats: SpeculationStats,
+) -> tuple[trees.Growth, _Level, Candidates]:
+    """Run the drafter on the frontier and add the children that it proposes."""
     pool, frontier_BK, depth, _ = growth
     batch, width = frontier_BK.shape
     parent_BK = _frontier_parents(growth, top_k)
@@ -176,10 +172,11 @@ def expand(
     depth_W = torch.cat([level.depth_W, level.depth_W.new_full((width,), depth - 1)])
     step = _scratch_step(state, sequences, visible_BKW, depth_W, width)
     token_R = pool.token_BN.gather(1, frontier_BK).flatten()
-    out = forward(state, drafter, parent_state.flatten(0, 1), token_R, step)
+    out = forward(state, drafter, parent_state.flatten(0, 1), token_R, step, stats)
     state_BKH = out.state_RH.unflatten(0, (batch, width))
     candidates = propose(state, sequences, drafter, out.head_RH, depth + 1, top_k)
-    return _Level(state_BKH, visible_BKW, depth_W), candidates
+    grown = trees.extend(growth, candidates, top_k)
+    return grown, _Level(state_BKH, visible_BKW, depth_W), candidates
 
 
 def _frontier_parents(growth: trees.Growth, top_k: int) -> torch.Tensor:
@@ -219,6 +216,7 @@ def forward(
     hidden_RH: torch.Tensor,
     token_R: torch.Tensor,
     step: AttentionStep,
+    stats: SpeculationStats,
 ) -> DraftOutput:
     """One drafter step on the draft pool."""
 
@@ -226,7 +224,9 @@ def forward(
         window = drafter.config.sliding_window
         return attend(state.draft_pool, 0, step, query, key, value, sliding_window=window)
 
-    return drafter(hidden_RH, token_R, step.position_R, attention)
+    out = drafter(hidden_RH, token_R, step.position_R, attention)
+    stats.draft_calls += 1
+    return out
 
 
 def propose(

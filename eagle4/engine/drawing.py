@@ -79,6 +79,9 @@ class _Drawing:
         for slot, parent in enumerate(template.parent):
             self.children.setdefault(parent, []).append(slot)
         batch, nodes, device = len(sequences), len(template.parent), state.device
+        self.parent_N = torch.tensor(template.parent, device=device)
+        self.depth_N = torch.tensor(template.depth, device=device)
+        self.sees_NN = trees.ancestor_matrix(self.parent_N.unsqueeze(0))[0]
         width = min(drafter.num_proposable, MAX_CANDIDATES)
         self.token_BN = torch.zeros(batch, nodes, dtype=torch.int64, device=device)
         self.score_BN = torch.full((batch, nodes), float("-inf"), device=device)
@@ -91,9 +94,7 @@ class _Drawing:
         self.scratch: list[int] = []  # expanded slots in the order of their draft K/V
 
     def run(self, stats: SpeculationStats) -> Drawn:
-        for sequence in self.sequences:
-            pending = sequence.draft_length + sequence.num_pending
-            self.state.reserve(sequence, pending + len(self.children))
+        self.state.reserve_scratch(self.sequences, len(self.children))
         lap, num_pending = Lap(), sum(s.num_pending for s in self.sequences)
         root = catch_up(self.state, self.sequences, self.drafter, stats)
         self._draw([-1], root, depth=1)
@@ -102,46 +103,35 @@ class _Drawing:
             raise DraftError("the drafter's probabilities are not finite")
         depth = 1
         while level := [s for s in self.children if s >= 0 and self.template.depth[s] == depth]:
-            out = self._expand(level, depth)
-            stats.draft_calls += 1
+            out = self._expand(level, stats)
             depth += 1
             self._draw(level, out, depth)
             self._timed("level", len(self.sequences) * len(level), lap)
         batch = len(self.sequences)
         stats.nodes_drafted += self.token_BN.numel()
-        parent_N = torch.tensor(self.template.parent, device=self.state.device)
-        depth_N = torch.tensor(self.template.depth, device=self.state.device)
-        count_B = torch.full((batch,), len(parent_N), device=self.state.device)
-        parent_BN, depth_BN = parent_N.repeat(batch, 1), depth_N.repeat(batch, 1)
+        count_B = torch.full((batch,), len(self.parent_N), device=self.state.device)
+        parent_BN, depth_BN = self.parent_N.repeat(batch, 1), self.depth_N.repeat(batch, 1)
         return Drawn(Tree(self.token_BN, parent_BN, depth_BN, self.score_BN, count_B), self.law)
 
     def _timed(self, kind: str, rows: int, lap: Lap) -> None:
         if self.harness is not None:
             self.harness.timed(kind, rows, lap.ns())
 
-    def _expand(self, level: list[int], depth: int) -> DraftOutput:
+    def _expand(self, level: list[int], stats: SpeculationStats) -> DraftOutput:
         """Run the drafter on these slots of every sequence; rows are (sequence, slot) pairs."""
         state, first = self.state, len(self.scratch)
         self.scratch += level
         parents = [self.template.parent[slot] for slot in level]
         hidden_BKH = torch.stack([self.recurrent[parent] for parent in parents], dim=1)
-        depth_W = torch.tensor([self.template.depth[s] for s in self.scratch], device=state.device)
-        seen = [[other in self._ancestors(slot) for other in self.scratch] for slot in level]
-        visible_KW = torch.tensor(seen, device=state.device)
+        depth_W = self.depth_N[self.scratch]
+        visible_KW = self.sees_NN[level][:, self.scratch]
         windows = [
             Window(s.index, s.draft_length, first, s.draft_length + depth_W - 1, visible_KW)
             for s in self.sequences
         ]
         step = build_step(state.table, windows, state.device)
         tokens = self.token_BN[:, level].flatten()
-        return forward(state, self.drafter, hidden_BKH.flatten(0, 1), tokens, step)
-
-    def _ancestors(self, slot: int) -> set[int]:
-        found = set()
-        while slot >= 0:
-            found.add(slot)
-            slot = self.template.parent[slot]
-        return found
+        return forward(state, self.drafter, hidden_BKH.flatten(0, 1), tokens, step, stats)
 
     def _draw(self, level: Rows[int], out: DraftOutput, depth: int) -> None:
         """Draw the children of the level's slots, without replacement, elder siblings first."""

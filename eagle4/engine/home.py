@@ -8,7 +8,6 @@ measurement; without a table they run with the configured limits.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import logging
 import os
@@ -23,7 +22,7 @@ from ..drafter import Eagle4Drafter
 from ..harness import CostTable, HarnessPolicy
 from ..harness.acceptance import Experience
 from ..harness.profile_file import file_name, read, read_or_none, write
-from ..machine import cache_dir, device_name
+from ..machine import cache_dir, device_name, package_version
 from ..target import TargetAdapter
 from .measure import COARSE, Grid, measure
 from .parts import make_cases
@@ -114,7 +113,7 @@ def profile_path(here: dict[str, Any]) -> Path:
 
 def fingerprint(target: TargetAdapter, drafter: Eagle4Drafter) -> dict[str, Any]:
     """Everything that a measured nanosecond depends on, as plain values."""
-    versions = {name: _version(name) for name in ("torch", "transformers", "eagle4")}
+    versions = {name: package_version(name) for name in ("torch", "transformers", "eagle4")}
     return {
         "device": device_name(target.device),
         "target": _identity(target.config),
@@ -131,13 +130,6 @@ def fingerprint(target: TargetAdapter, drafter: Eagle4Drafter) -> dict[str, Any]
 def _identity(config: PreTrainedConfig) -> str:
     text = json.dumps(config.to_diff_dict(), sort_keys=True, default=str)
     return f"{config.model_type} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _save(profile: Profile) -> None:

@@ -61,8 +61,8 @@ class Stage:
         ones = torch.ones(batch, width, dtype=torch.int64, device=self.state.device)
         growth = trees.start(Candidates(ones, -ones.float()), 2, width)
         level = root_level(DraftOutput(root, root), width)
-        _, candidates = expand(self.state, self.state.sequences, self.drafter, growth, level, width)
-        trees.extend(growth, candidates, width)
+        setting = self.state, self.state.sequences, self.drafter
+        _, _, candidates = expand(*setting, growth, level, width, SpeculationStats())
         _probabilities(candidates, batch)
 
     def finish(self) -> None:

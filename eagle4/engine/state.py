@@ -90,6 +90,12 @@ class State:
             self.target_pool.resize(self.table.num_slots)
             self.draft_pool.resize(self.table.num_slots)
 
+    def reserve_scratch(self, sequences: list[Sequence], num_entries: int) -> None:
+        """Make room for the pending rows and ``num_entries`` drafted ones of every sequence."""
+        for sequence in sequences:
+            committed = sequence.draft_length + sequence.num_pending
+            self.reserve(sequence, committed + num_entries)
+
     def forget_drafts(self) -> None:
         """Drop draft K/V and pending features: after a failure nothing about them is certain."""
         for sequence in self.sequences:

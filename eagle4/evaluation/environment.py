@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..machine import cpu_name
+from ..machine import cpu_name, package_version
 
 PACKAGES = ("torch", "transformers", "triton", "tokenizers", "safetensors", "numpy")
 
@@ -27,7 +26,7 @@ def describe_environment() -> dict[str, Any]:
         "load_average_1min": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "versions": {"eagle4": _version("eagle4"), **{name: _version(name) for name in PACKAGES}},
+        "versions": {name: package_version(name) for name in ("eagle4", *PACKAGES)},
         "commit": _commit(),
         "command": _command(sys.argv),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -52,13 +51,6 @@ def _hardware() -> str:
     if gpus:
         return f"{len(gpus)} x {gpus[0]}, host {cpu_name()}"
     return cpu_name()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _commit() -> str | None:

@@ -70,16 +70,20 @@ class CostTable:
         # By size of the batch in bits: measured / predicted plain rounds, while speculating.
         self._compared: dict[int, deque[float]] = {}
         self._ratios = {group: deque(maxlen=_WINDOW) for group in self.factors}
-        self._curves: dict[tuple[int, int, int, int], list[int]] = {}
+        self._curves: dict[tuple[int, int, int], list[int]] = {}
 
     def cost_ns(self, kind: str, rows: int, context: int) -> int:
         """Predicted nanoseconds of one part."""
         if kind == "verify":
             rows = self.bucket(rows)
-        value = self.surfaces[kind].at(rows, context) * self.factors[GROUPS[kind]]
+        value = self._follow(kind, rows, context)
         if kind == "plain":
             value *= self.plain_ratio(rows)
         return max(1, int(value))
+
+    def _follow(self, kind: str, rows: int, context: int) -> float:
+        """A surface times the factor of its group."""
+        return self.surfaces[kind].at(rows, context) * self.factors[GROUPS[kind]]
 
     def plain_ratio(self, num_sequences: int) -> float:
         """Plain rounds between speculative ones, measured over predicted; 1 when unknown."""
@@ -96,8 +100,7 @@ class CostTable:
             return
         size = num_sequences.bit_length()
         ratios = self._compared.setdefault(size, deque(maxlen=_COMPARED))
-        known = self.surfaces["plain"].at(num_sequences, context) * self.factors["target"]
-        ratios.append(measured_ns / known)
+        ratios.append(measured_ns / self._follow("plain", num_sequences, context))
         self.version += 1
 
     def bucket(self, rows: int) -> int:
@@ -110,12 +113,12 @@ class CostTable:
         Contexts are rounded to 64, so that a curve serves many rounds.
         """
         context = (context + 32) // 64 * 64
-        key = (num_sequences, most, context, self.version)
-        curve = self._curves.get(key)
-        if curve is None:
+        key = (num_sequences, context, self.version)
+        curve = self._curves.get(key, [])
+        if len(curve) <= most:  # a longer curve begins with every shorter one
             if len(self._curves) > 64:
                 self._curves.clear()
-            plain = int(self.surfaces["plain"].at(num_sequences, context) * self.factors["target"])
+            plain = int(self._follow("plain", num_sequences, context))
             base = self.cost_ns("verify", num_sequences, context)
             curve = [
                 plain + max(self.cost_ns("verify", num_sequences + nodes, context) - base, 0)
@@ -123,7 +126,7 @@ class CostTable:
             ]
             curve = list(accumulate(curve, max))
             self._curves[key] = curve
-        return curve
+        return curve[: most + 1]
 
     def refine_verify(self, num_sequences: int, nodes: int, context: int, measured_ns: int) -> None:
         """Learn from a measured verification of ``nodes`` nodes in all."""

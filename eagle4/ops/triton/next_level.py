@@ -60,18 +60,15 @@ def _offer_kernel(
         gain = worth - now - tl.load(level_ptr + width)
         best_width = tl.where(gain > best, width, best_width)
         best = tl.maximum(gain, best)
-    if FIRST > 0:
-        on_line = (code < 1) | ((code >= PATH) & (code <= PATH + FIRST))
-        worth = _worth(tl.where(on_line, value, 0), place, token_ns, verify_ptr, rows)
-        gain = worth - now - FIRST * tl.load(level_ptr + MIN_WIDTH)
-        best_width = tl.where(gain > best, MIN_WIDTH, best_width)
-        best = tl.maximum(gain, best)
-    if SECOND > 0:
-        on_line = (code < 1) | ((code >= PATH) & (code <= PATH + SECOND))
-        worth = _worth(tl.where(on_line, value, 0), place, token_ns, verify_ptr, rows)
-        gain = worth - now - SECOND * tl.load(level_ptr + MIN_WIDTH)
-        best_width = tl.where(gain > best, MIN_WIDTH, best_width)
-        best = tl.maximum(gain, best)
+    # Both horizons: the second is 0 where there is one only, the first where there is none.
+    for turn in tl.static_range(2):
+        levels = FIRST if turn == 0 else SECOND
+        if levels > 0:
+            on_line = (code < 1) | ((code >= PATH) & (code <= PATH + levels))
+            worth = _worth(tl.where(on_line, value, 0), place, token_ns, verify_ptr, rows)
+            gain = worth - now - levels * tl.load(level_ptr + MIN_WIDTH)
+            best_width = tl.where(gain > best, MIN_WIDTH, best_width)
+            best = tl.maximum(gain, best)
     tl.store(gain_ptr + z, best)
     tl.store(width_ptr + z, best_width)
 
