@@ -51,6 +51,7 @@ class State:
         self.known = known
         self.pad_token = pad_token
         self.sampler = sampler
+        self.needs_rows = False  # whole rows of scores or logits leave the engine
         self.ids_BT = ids_BP.clone()
         self.table = PageTable(len(ids_BP))
         self.target_pool = KVPool()

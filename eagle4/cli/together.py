@@ -1,0 +1,51 @@
+"""Several processes under `torchrun` that run one command: which commands may, and who speaks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ..parallel.launch import launched_rank, launched_size
+
+COMMANDS = ("generate",)
+
+
+def check_command(command: str) -> None:
+    """Raise `ValueError` for a command that cannot share a model between processes."""
+    if launched_size() > 1 and command not in COMMANDS:
+        raise ValueError(
+            f"`eagle4 {command}` runs in one process; under torchrun there is {', '.join(COMMANDS)}"
+        )
+
+
+@contextlib.contextmanager
+def only_first_speaks() -> Iterator[None]:
+    """Inside, ranks but the first write to nowhere."""
+    if launched_rank() == 0:
+        yield
+        return
+    with (
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
+        yield
+
+
+def is_first_to_fail() -> bool:
+    """Whether this process reports the error that ends them all; true for exactly one of them."""
+    if launched_size() == 1:
+        return True
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    try:
+        store = dist.TCPStore(
+            address or "localhost", int(port or 0), is_master=False, timeout=timedelta(seconds=5)
+        )
+        return store.add("eagle4/failed", 1) == 1
+    except (RuntimeError, ValueError):
+        # The store died with rank 0, which can say nothing any more.
+        return launched_rank() == 1

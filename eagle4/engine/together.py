@@ -1,0 +1,134 @@
+"""One call on several ranks: asked the same thing, seeded alike, stopped alike, spoken for by one.
+
+Everything that happens between here and the result is derived from bits that all ranks share. What
+is left are the things that a call brings along: a seed nobody gave, clocks, and users' criteria.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from ..config import SpeculativeConfig
+from ..parallel import RankError, Ranks, VocabShard
+from .call import Request
+
+# Functions of the token ids alone.
+_PURE = (EosTokenCriteria, MaxLengthCriteria, StopStringCriteria)
+
+
+def agree(
+    request: Request,
+    config: SpeculativeConfig | None,
+    generation_config: GenerationConfig,
+    vocab: VocabShard,
+) -> Request:
+    """The request as all ranks run it: with rank 0's seed where the caller gave none.
+
+    Raises `ValueError` on every rank when they were not asked the same thing.
+    """
+    ranks, sampler = vocab.ranks, request.sampler
+    if sampler is not None and getattr(generation_config, "seed", None) is None:
+        sampler.keys = ranks.first([_signed(key) for key in sampler.keys])
+    asked = [
+        request.input_ids.tolist(),
+        *(request.pads, request.max_length, request.known, request.pads_finished),
+        *(request.output_scores, request.output_logits, request.output_hidden_states),
+        [_signed(key) for key in sampler.keys] if sampler else None,
+        [type(p).__name__ for p in request.processors],
+        [type(c).__name__ for c in request.criteria],
+        # Every rank may have a profile of its own.
+        None if config is None else dataclasses.asdict(config) | {"profile": None},
+    ]
+    digest = hashlib.sha256(repr(asked).encode()).hexdigest()
+    found = ranks.gather_objects(digest)
+    if len(set(found)) > 1:
+        others = [rank for rank, other in enumerate(found) if other != found[0]]
+        raise ValueError(
+            f"ranks {others} were asked something else than rank 0; under tensor parallelism every "
+            "rank calls generate with the same arguments"
+        )
+    criteria = StoppingCriteriaList(
+        c if type(c) in _PURE else FirstRankDecides(c, vocab) for c in request.criteria
+    )
+    return dataclasses.replace(request, criteria=criteria)
+
+
+def check_foreign(generation_config: GenerationConfig, ranks: Ranks | None) -> None:
+    """Raise `ValueError` when Transformers would draw on every rank with its own generator."""
+    if ranks is not None and generation_config.do_sample:
+        raise ValueError(
+            "under tensor parallelism only eagle4's own decoding samples, and it cannot serve this "
+            "call (another cache or none, output_attentions, guidance, ...); use do_sample=False"
+        )
+
+
+class FirstRankDecides(StoppingCriteria):
+    """A criterion that looks at more than the ids, for example a clock: rank 0's answer counts."""
+
+    def __init__(self, criterion: Any, vocab: VocabShard):
+        self.criterion, self.vocab = criterion, vocab
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        answer = torch.as_tensor(self.criterion(input_ids, scores, **kwargs))
+        answer = answer.to(input_ids.device).expand(len(input_ids)).to(torch.int32)
+        return self.vocab.ranks.broadcast(answer).bool()
+
+
+class Silent(BaseStreamer):
+    """The streamer of every rank but the first."""
+
+    def put(self, value: torch.Tensor) -> None:
+        """Nothing."""
+
+    def end(self) -> None:
+        """Nothing."""
+
+
+@contextmanager
+def counted(vocab: VocabShard | None) -> Iterator[dict[str, Any] | None]:
+    """Fills a report with the bytes that this rank sends inside; None on one process.
+
+    ``verify_bytes_per_round`` is what choosing tokens took, ``whole_bytes_per_round`` what gathering
+    the logits of the same rows would have taken; prefills count as rounds. An error that gets out
+    of here left the ranks at different points, so this one leaves.
+    """
+    if vocab is None:
+        yield None
+        return
+    ranks, report = vocab.ranks, {}
+    ranks.sent_bytes.clear()
+    vocab.asked.clear()
+    try:
+        yield report
+    except RankError:
+        raise
+    except BaseException:
+        ranks.leave()
+        raise
+    sent, rounds = dict(ranks.sent_bytes), max(vocab.asked["rounds"], 1)
+    report |= {
+        "ranks": ranks.size,
+        "bytes": sent,
+        "verify_bytes_per_round": (sent.get("verify", 0) + sent.get("rows", 0)) / rounds,
+        "whole_bytes_per_round": vocab.asked["whole_bytes"] / rounds,
+    }
+
+
+def _signed(key: int) -> int:
+    """The same 64 bits."""
+    return key - (1 << 64) if key >> 63 else key
