@@ -103,7 +103,8 @@ class Eagle4ForCausalLM(TargetShell):
         """Keep this rank's share of both models, in place, on its device.
 
         From then on every rank calls `generate` with the same arguments and gets the same result;
-        only rank 0 feeds a streamer. Raises `ValueError` for sizes that do not divide.
+        only rank 0 feeds a streamer. Raises `ValueError` for sizes that do not divide and for a
+        model that is split already.
         """
         adapter = self.adapter  # a family that has to be probed is probed while it is whole
         vocab = shard_target(self.target, ranks)
@@ -138,10 +139,8 @@ class Eagle4ForCausalLM(TargetShell):
         """
         if tp_size is not None and tp_size != 1:
             ranks = start(target, tp_size, device, kwargs)
-            model = cls.from_pretrained(
-                target, drafter, *args, tokenizer=tokenizer, dtype=dtype, **kwargs
-            )
-            return model.shard(ranks)
+            kwargs |= {"tokenizer": tokenizer, "dtype": dtype}
+            return cls.from_pretrained(target, drafter, *args, **kwargs).shard(ranks)
         dtype = "auto" if dtype is None else dtype
         if drafter is None and not isinstance(target, PreTrainedModel) and is_pair(target, kwargs):
             kwargs["output_loading_info"] = True
@@ -197,15 +196,8 @@ class Eagle4ForCausalLM(TargetShell):
         self.last_speculation = None
         if self.ranks is not None and not self.ranks.is_first and kwargs.get("streamer"):
             kwargs["streamer"] = together.Silent()
-        if generation_config is not None:
-            generation_config = copy.deepcopy(generation_config)
-            generation_config.speculative = requests.serialise(speculative)
-            generation_config.seed = seed
-        else:
-            for name in ("speculative", "seed"):
-                if not hasattr(self.generation_config, name):  # the user assigned another one
-                    setattr(self.generation_config, name, None)
-            kwargs |= {"speculative": requests.serialise(speculative), "seed": seed}
+        settings = {"speculative": requests.serialise(speculative), "seed": seed}
+        generation_config = requests.carry(self, generation_config, kwargs, settings)
         return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore
 
     def _validate_generation_mode(self, mode, generation_config, mode_kwargs) -> None:
@@ -239,8 +231,7 @@ class Eagle4ForCausalLM(TargetShell):
         if synced_gpus or not requests.uses_engine(
             generation_config, model_kwargs, logits_processor
         ):
-            requests.check_seedless(generation_config)
-            together.check_foreign(generation_config, self.ranks)
+            requests.check_drawing(generation_config, is_split=self.ranks is not None)
             return super()._sample(  # type: ignore
                 *prepared, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs
             )

@@ -24,7 +24,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from ..config import SpeculativeConfig
-from ..parallel import RankError, Ranks, VocabShard
+from ..parallel import RankError, VocabShard
 from .call import Request
 
 # Functions of the token ids alone.
@@ -68,15 +68,6 @@ def agree(
     return dataclasses.replace(request, criteria=criteria)
 
 
-def check_foreign(generation_config: GenerationConfig, ranks: Ranks | None) -> None:
-    """Raise `ValueError` when Transformers would draw on every rank with its own generator."""
-    if ranks is not None and generation_config.do_sample:
-        raise ValueError(
-            "under tensor parallelism only eagle4's own decoding samples, and it cannot serve this "
-            "call (another cache or none, output_attentions, guidance, ...); use do_sample=False"
-        )
-
-
 class FirstRankDecides(StoppingCriteria):
     """A criterion that looks at more than the ids, for example a clock: rank 0's answer counts."""
 
@@ -103,9 +94,9 @@ class Silent(BaseStreamer):
 def counted(vocab: VocabShard | None) -> Iterator[dict[str, Any] | None]:
     """Fills a report with the bytes that this rank sends inside; None on one process.
 
-    ``verify_bytes_per_round`` is what choosing tokens took, ``whole_bytes_per_round`` what gathering
-    the logits of the same rows would have taken; prefills count as rounds. An error that gets out
-    of here left the ranks at different points, so this one leaves.
+    ``verify_bytes_per_round`` is what choosing tokens took, ``whole_bytes_per_round`` what
+    gathering the logits of the same rows would have taken; prefills count as rounds. An error that
+    gets out of here left the ranks at different points, so this one leaves.
     """
     if vocab is None:
         yield None

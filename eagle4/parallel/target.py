@@ -64,12 +64,16 @@ def _matches(decoder: nn.Module, pattern: str) -> list[tuple[str, tuple[nn.Modul
 def _check_kinds(model: PreTrainedModel, found: list) -> None:
     """A plan that names no block, or what cannot be sliced, was made for another structure."""
     parts = {name: getattr(*place) for name, style, place in found if style != "moe_tp_experts"}
-    parts["the LM head"] = model.get_output_embeddings()
+    head: Any = model.get_output_embeddings()
+    parts["the LM head"] = head
     wrong = [
         f"{name} is a {type(part).__name__}"
         for name, part in parts.items()
         if type(part) not in (nn.Linear, nn.Parameter)
     ]
+    size = model.config.get_text_config(decoder=True).vocab_size
+    if not wrong and head.out_features < size:
+        raise ValueError("this model is split already; load it again to split it otherwise")
     if not found or wrong:
         raise ValueError(
             f"the tensor-parallel plan of {type(model).__name__} does not fit it: "

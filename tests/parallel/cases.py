@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import zoo
-from scripted import ScriptedModel, small_drafter
-from transformers import PreTrainedModel
+from scripted import Mixed, ScriptedModel, continuations, small_drafter
+from transformers.generation.streamers import BaseStreamer
 
 from eagle4 import Eagle4ForCausalLM
 from eagle4.engine import home
@@ -48,20 +48,88 @@ def speculation(model: Eagle4ForCausalLM, mode: str, folder: str = "/tmp") -> di
     return {"profile": path, **SIZES}
 
 
-def answers(ranks: Ranks | None, family: str, folder: str) -> dict[tuple, list]:
-    """Ids of every mode, batch and decoding."""
-    model = build(family)
-    if ranks is not None:
-        model.shard(ranks)
+def everything(ranks: Ranks | None, folder: str) -> dict[str, Any]:
+    """All answers of this module: on one process, or as one of the ranks."""
+    found: dict[str, Any] = {"answers": {}}
+    for family in FAMILIES:
+        model = shared(build(family), ranks)
+        for mode, batch, decoding in itertools.product(MODES, PROMPTS, DECODING):
+            # The other families differ in their layers, not in what is decoded with them.
+            if family == "llama" or (batch == 4) == (decoding == "greedy"):
+                out = answer(model, batch, speculation(model, mode, folder), **DECODING[decoding])
+                found["answers"][family, mode, batch, decoding] = out.sequences.tolist()
+    return found | others(ranks)
+
+
+def others(ranks: Ranks | None) -> dict[str, Any]:
+    """More ways of choosing a token, with drafts that are right often enough to be accepted."""
+    model, ids, sent = shared(build("llama"), ranks), {}, {}
+    sampled = {"do_sample": True, "seed": 3}
+    rejection = {"mode": "tree", "harness": False, "sampling": "rejection", **SIZES}
+    ways: dict[str, dict[str, Any]] = {
+        "greedy": {"do_sample": False},
+        "coupled": {**sampled, "top_k": 0, "temperature": 0.7},
+        "rejection": {**sampled, "top_k": 0, "speculative": rejection},
+        "top_k": {**sampled, "top_k": 5, "top_p": 0.9, "temperature": 0.8},
+        "top_k rejection": {**sampled, "top_k": 5, "speculative": rejection},
+        "top_p": {**sampled, "top_k": 0, "top_p": 0.8},
+        "repetition_penalty": {"do_sample": False, "repetition_penalty": 1.3},
+        "scores": {"do_sample": False, "output_scores": True, "output_logits": True},
+    }
+    for name, way in ways.items():
+        out = answer(model, 4, way.pop("speculative", speculation(model, "tree")), **way)
+        ids[name] = out.sequences.tolist()
+        sent[name] = out.speculation.exchange and out.speculation.exchange["bytes"]
+        if name == "scores":
+            ids[name] += [torch.stack(x).argmax(-1).tolist() for x in (out.scores, out.logits)]
+    inputs = prompt(PROMPTS[4], vocab=VOCAB)
+    known = continuations(build("llama").target, inputs, max_new_tokens=30)
+    oracle = shared(ScriptedModel(build("llama").target, Mixed(known, VOCAB, [2, 0, 3, 9])), ranks)
+    ids["mixed"] = answer(oracle, 4, {"max_depth": 6}, do_sample=False).sequences.tolist()
+    assert oracle.last_speculation is not None and oracle.last_speculation.accept_length > 1.5
+    streamer = Words()
+    model.generate(**prompt([5]), max_new_tokens=6, streamer=streamer, speculative="eagle4")
+    return {"others": ids, "bytes": sent, "streamed": streamer.words}
+
+
+class Words(BaseStreamer):
+    """What a streamer was given."""
+
+    def __init__(self):
+        self.words: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.words += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.words.append(-1)
+
+
+def shared(model: Eagle4ForCausalLM, ranks: Ranks | None) -> Eagle4ForCausalLM:
+    """The model, split if there are ranks."""
+    return model if ranks is None else model.shard(ranks)
+
+
+def answer(model: Eagle4ForCausalLM, batch: int, speculative: Any, **kwargs: Any):
+    """One `generate` call without fallbacks."""
+    out = model.generate(
+        **prompt(PROMPTS[batch], vocab=VOCAB),
+        max_new_tokens=10,
+        speculative=speculative,
+        return_dict_in_generate=True,
+        **kwargs,
+    )
+    assert not out.speculation.fallbacks, out.speculation.fallbacks
+    return out
+
+
+def exchange_at_49k(ranks: Ranks) -> dict[str, tuple[float, float]]:
+    """Bytes per round for choosing tokens, and those of whole logits, at a real vocabulary."""
+    target = zoo.build("llama", vocab_size=49152, num_hidden_layers=1)
+    model = Eagle4ForCausalLM(target, small_drafter(target)).shard(ranks)
     found = {}
-    for mode, batch, decoding in itertools.product(MODES, PROMPTS, DECODING):
-        out = model.generate(
-            **prompt(PROMPTS[batch], vocab=VOCAB),
-            **DECODING[decoding],
-            max_new_tokens=10,
-            speculative=speculation(model, mode, folder),
-            return_dict_in_generate=True,
-        )
-        assert not out.speculation.fallbacks, out.speculation.fallbacks
-        found[mode, batch, decoding] = out.sequences.tolist()
+    for decoding, kwargs in DECODING.items():
+        out = answer(model, 4, speculation(model, "tree"), **kwargs)
+        report = out.speculation.exchange
+        found[decoding] = report["verify_bytes_per_round"], report["whole_bytes_per_round"]
     return found

@@ -1,0 +1,67 @@
+"""Catches: a best token that is not the argmax of the whole row (ties between ranks, NaN, -0.0),
+top rows that lose ties, a family split wrongly, bias added once per rank, heads cut in the middle,
+proposals of a split drafter that differ, a share that is saved as if it were the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import zoo
+from scripted import small_drafter
+
+from eagle4 import Eagle4ForCausalLM
+from tests.parallel import pieces
+from tests.parallel.world import run_world
+
+ALL = sorted({**zoo.FAMILIES, **zoo.MORE_FAMILIES})
+
+
+def same_everywhere(results: list) -> dict:
+    assert all(result == results[0] for result in results)
+    return results[0]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_shared_rows_know_what_whole_rows_know(size):
+    wrong = [
+        k for k, right in same_everywhere(run_world(size, pieces.vocabulary)).items() if not right
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_family_gives_its_logits_or_is_refused(size):
+    found = same_everywhere(run_world(size, pieces.families, ALL))
+    refused = {name for name, error in found.items() if isinstance(error, str)}
+    assert refused <= {"gpt2"} and "no tensor-parallel plan" in found["gpt2"]
+    errors = {name: error for name, error in found.items() if name not in refused}
+    assert len(errors) >= 18 and max(errors.values()) < 1e-4, errors
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_split_drafter_proposes_what_the_whole_one_does(size):
+    errors = same_everywhere(run_world(size, pieces.drafters))
+    assert max(errors.values()) < 1e-5, errors
+
+
+def test_loading_with_tp_size_and_what_a_share_refuses(tmp_path):
+    target = zoo.build("llama")
+    drafter = small_drafter(target)
+    target.save_pretrained(tmp_path / "target")
+    drafter.save_pretrained(tmp_path / "drafter")
+    found = run_world(2, pieces.loading, str(tmp_path))
+    ids = torch.tensor([[3, 5, 7]])
+    whole = Eagle4ForCausalLM(target, drafter)
+    assert [f["ids"] for f in found] == [
+        whole.generate(ids, max_new_tokens=8, speculative=None, do_sample=False).tolist()
+    ] * 2
+    beams = whole.generate(ids, max_new_tokens=5, num_beams=2, do_sample=False).tolist()
+    for own in found:
+        assert own["beams"] == beams, "outside the engine the model gives whole logits"
+        assert "one share" in own["save"] and "only eagle4's own decoding" in own["foreign"]
+        assert "ranks [1] were asked something else" in own["different"]
+        assert "tp_size=3" in own["size"]
+
+
+def test_a_rank_that_left_does_not_exchange_nonsense():
+    assert all("left its group" in text for text in run_world(2, pieces.leaving_alone))
