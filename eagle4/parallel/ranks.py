@@ -29,11 +29,11 @@ class Ranks:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device | str = "cpu"):
-        self.group = group
+        self.group: dist.ProcessGroup | None = group
+        self._name = group.group_name
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.device = torch.device(device)
         self.sent_bytes: Counter[str] = Counter()
-        self._has_left = False
 
     @property
     def is_first(self) -> bool:
@@ -43,12 +43,12 @@ class Ranks:
 
     def all_reduce(self, part: torch.Tensor, purpose: str, op: str = "sum") -> torch.Tensor:
         """The sum (or ``"max"``) over all ranks of tensors of one shape."""
-        functional, name = torch.ops._c10d_functional, self.group.group_name
+        functional, name = torch.ops._c10d_functional, self._name
         return self._run(part, purpose, lambda x: functional.all_reduce(x, op, name))
 
     def all_gather(self, part: torch.Tensor, purpose: str) -> torch.Tensor:
         """``[size, ...]``: every rank's tensor, in rank order. All have one shape."""
-        functional, name = torch.ops._c10d_functional, self.group.group_name
+        functional, name = torch.ops._c10d_functional, self._name
         found = self._run(
             part, purpose, lambda x: functional.all_gather_into_tensor(x, self.size, name)
         )
@@ -56,7 +56,7 @@ class Ranks:
 
     def broadcast(self, value: torch.Tensor, purpose: str = "agree") -> torch.Tensor:
         """Rank 0's tensor; the other ranks give one of the same shape and dtype."""
-        functional, name = torch.ops._c10d_functional, self.group.group_name
+        functional, name = torch.ops._c10d_functional, self._name
         return self._run(value, purpose, lambda x: functional.broadcast(x, 0, name))
 
     def _run(
@@ -97,12 +97,12 @@ class Ranks:
         Called where an error escapes from the middle of a generation: the ranks are no longer at
         the same point, so nothing that the group exchanged afterwards could be trusted.
         """
-        if not self._has_left:
-            self._has_left = True
+        if self.group is not None:
             dist.destroy_process_group(self.group)
+            self.group = None  # the connections close with the last reference
 
     def _guarded(self, run: Callable[[], Any]) -> Any:
-        if self._has_left:
+        if self.group is None:
             raise RankError(f"rank {self.rank} of {self.size} left its group after an error")
         try:
             return run()

@@ -13,6 +13,7 @@ from scripted import small_drafter
 from eagle4 import Eagle4ForCausalLM
 from eagle4.drafter.sharded import shard_drafter
 from eagle4.parallel import RankError, Ranks, VocabShard, shard_target
+from eagle4.training.extract import extract
 
 TIE = 1 << 20
 
@@ -109,6 +110,30 @@ def drafters(ranks: Ranks) -> dict[str, float]:
     return found
 
 
+def compiled(ranks: Ranks) -> dict[str, Any]:
+    """A split target's forward as one graph: how often it was traced, and its error."""
+    model, graphs = zoo.build("llama", vocab_size=24, num_hidden_layers=2), []
+    shard_target(model, ranks)
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    forward = torch.compile(model, fullgraph=True, backend=backend)
+    errors = []
+    with torch.no_grad():
+        for first in range(2, 6):
+            ids = torch.arange(first, first + 6).view(1, 6)
+            wanted = model(input_ids=ids, use_cache=False).logits
+            errors.append((forward(input_ids=ids, use_cache=False).logits - wanted).abs().max())
+    names = [str(node.target) for node in graphs[0].graph.nodes]
+    return {
+        "graphs": len(graphs),
+        "error": float(max(errors)),
+        "sums": sum("all_reduce" in name for name in names),
+    }
+
+
 def loading(ranks: Ranks, folder: str) -> dict[str, Any]:
     """`from_pretrained(..., tp_size=)`, and what is refused afterwards."""
     found: dict[str, Any] = {}
@@ -128,6 +153,8 @@ def loading(ranks: Ranks, folder: str) -> dict[str, Any]:
             found[name] = call() is None
         except ValueError as error:
             found[name] = str(error)
+    taps, last = extract(model.target, [0, 2], torch.arange(2, 12))
+    found["taps"] = [taps.tolist(), last.tolist()]
     found["beams"] = model.generate(ids, max_new_tokens=5, num_beams=2, do_sample=False).tolist()
     return found
 

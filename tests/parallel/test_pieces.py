@@ -10,6 +10,7 @@ import zoo
 from scripted import small_drafter
 
 from eagle4 import Eagle4ForCausalLM
+from eagle4.training.extract import extract
 from tests.parallel import pieces
 from tests.parallel.world import run_world
 
@@ -44,6 +45,11 @@ def test_a_split_drafter_proposes_what_the_whole_one_does(size):
     assert max(errors.values()) < 1e-5, errors
 
 
+def test_a_split_forward_is_one_graph_and_is_traced_once():
+    for found in run_world(2, pieces.compiled):
+        assert found["graphs"] == 1 and found["sums"] == 4 and found["error"] == 0.0
+
+
 def test_loading_with_tp_size_and_what_a_share_refuses(tmp_path):
     target = zoo.build("llama")
     drafter = small_drafter(target)
@@ -56,7 +62,10 @@ def test_loading_with_tp_size_and_what_a_share_refuses(tmp_path):
         whole.generate(ids, max_new_tokens=8, speculative=None, do_sample=False).tolist()
     ] * 2
     beams = whole.generate(ids, max_new_tokens=5, num_beams=2, do_sample=False).tolist()
+    taps, last = extract(whole.target, [0, 2], torch.arange(2, 12))
     for own in found:
+        for wanted, got in zip((taps, last), own["taps"], strict=True):
+            assert torch.allclose(wanted.float(), torch.tensor(got), atol=1e-2), "training features"
         assert own["beams"] == beams, "outside the engine the model gives whole logits"
         assert "one share" in own["save"] and "only eagle4's own decoding" in own["foreign"]
         assert "ranks [1] were asked something else" in own["different"]

@@ -6,18 +6,21 @@ All processes fork from one server that has imported everything once. Every proc
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NamedTuple
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.parallel.cases"])
+_PRELOADED = ["tests.parallel.cases", "tests.parallel.pieces", "tests.parallel.unrest"]
 
 
 class Ended(NamedTuple):
@@ -29,9 +32,11 @@ class Ended(NamedTuple):
     seconds: float
 
 
-def run_world(size: int, function: Callable, *args: Any, timeout_s: float = 60.0) -> list[Any]:
+def run_world(
+    size: int, function: Callable, *args: Any, timeout_s: float = 60.0, limit_s: float = 300.0
+) -> list[Any]:
     """Results of all ranks; raises when one of them failed."""
-    ended = end_of_world(size, function, *args, timeout_s=timeout_s)
+    ended = end_of_world(size, function, *args, timeout_s=timeout_s, limit_s=limit_s)
     failed = [f"rank {rank}: {end.error}" for rank, end in enumerate(ended) if end.error]
     if failed:
         raise AssertionError("\n".join(failed))
@@ -46,6 +51,7 @@ def end_of_world(
     limit_s: float = 300.0,
 ) -> list[Ended]:
     """How every rank ended; ``timeout_s`` is the group's, ``limit_s`` the test's patience."""
+    _start_server()
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
@@ -69,6 +75,20 @@ def end_of_world(
             for process in processes:
                 process.kill()
                 process.join()
+
+
+@functools.cache
+def _start_server() -> None:
+    """One process that has imported everything; it finds modules where this one does."""
+    _CONTEXT.set_forkserver_preload(_PRELOADED)
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.pop("PYTHONPATH")
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
 
 
 def _end(process, receiver, start: float, limit_s: float) -> Ended:
