@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
+import transformers
 
 from ..parallel.launch import launched_rank, launched_size
 
@@ -24,10 +26,12 @@ def check_command(command: str) -> None:
 
 @contextlib.contextmanager
 def only_first_speaks() -> Iterator[None]:
-    """Inside, ranks but the first write to nowhere."""
+    """Inside, ranks but the first write to nowhere and log nothing but what ends them."""
     if launched_rank() == 0:
         yield
         return
+    logging.getLogger().setLevel(logging.CRITICAL)
+    transformers.logging.set_verbosity(logging.CRITICAL)
     with (
         open(os.devnull, "w") as nowhere,
         contextlib.redirect_stdout(nowhere),

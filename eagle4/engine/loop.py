@@ -165,7 +165,7 @@ def _draft(
         return None
     try:
         if any(s.draft_length + s.num_pending < s.length - 1 for s in sequences):
-            raise RuntimeError("the target's taps did not reach the drafter")
+            raise DraftError("the target's taps did not reach the drafter")
         with call.stats.stage("draft"):
             found = call.draft(call.state, sequences, plan, limits, call.stats)
         tree, law = found if isinstance(found, Drawn) else (found, None)

@@ -20,9 +20,15 @@ from tests.parallel.world import end_of_world
 TIMEOUT_S = 3.0
 
 
-@pytest.mark.parametrize("how", ["killed", "failed", "caught", "silent"])
-def test_a_rank_that_is_gone_ends_the_others_in_time(how):
-    ended = end_of_world(4, unrest.death, how, timeout_s=TIMEOUT_S, limit_s=8.0)
+@pytest.mark.parametrize(
+    ("how", "speculative"),
+    [
+        *(("killed", None), ("failed", None), ("caught", None)),
+        *((how, {"harness": False}) for how in ("killed", "failed", "caught", "silent")),
+    ],
+)
+def test_a_rank_that_is_gone_ends_the_others_in_time(how, speculative):
+    ended = end_of_world(4, unrest.death, how, speculative, timeout_s=TIMEOUT_S, limit_s=8.0)
     for rank in (0, 2, 3):
         error = ended[rank].error or ""
         first_line = error.splitlines()[0]

@@ -123,7 +123,7 @@ def own_clocks(ranks: Ranks) -> list:
     return found
 
 
-def death(ranks: Ranks, how: str) -> str:
+def death(ranks: Ranks, how: str, speculative: Any = None) -> str:
     """Rank 1 goes in the middle of a generation; what the others raise."""
     model = tied_pair().shard(ranks)
     calls = 0
