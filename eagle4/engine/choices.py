@@ -52,19 +52,19 @@ def choose_tokens(
     if vocab is not None:
         vocab.ask(logits_RV)
         logits_RV, shared = _share(state, sequences, tree, law, own, logits_RV, vocab)
-    batch, device = len(sequences), state.device
-    choice_BR = torch.full((batch, tree.token_BN.shape[1] + 1), -1, dtype=torch.int64).to(device)
+    shape = len(sequences), tree.token_BN.shape[1] + 1
+    choice_BR = torch.full(shape, -1, dtype=torch.int64, device=state.device)
     drawn = None if law is None else Drawn(tree, law)
     scores, first = [], 0
     for b, (sequence, count) in enumerate(zip(sequences, tree.count_B.tolist(), strict=True)):
-        rows_RV = logits_RV[first : first + count + 1]
+        rows = slice(first, first + count + 1)
         first += count + 1
         if shared is not None and state.sampler is None:
-            scores_RV, choice_R = rows_RV, shared.token_R[first - count - 1 : first]
+            scores_RV, choice_R = logits_RV[rows], shared.token_R[rows]
         else:
             scores_RV, choice_R = process_path(
                 own[b] if shared is None else LogitsProcessorList(),
-                rows_RV,
+                logits_RV[rows],
                 state.history(sequence),
                 tree.token_BN[b, :count],
                 tree.parent_BN[b, :count],

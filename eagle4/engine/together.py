@@ -17,6 +17,7 @@ from transformers import (
     EosTokenCriteria,
     GenerationConfig,
     MaxLengthCriteria,
+    MaxTimeCriteria,
     StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
@@ -41,31 +42,40 @@ def agree(
 
     Raises `ValueError` on every rank when they were not asked the same thing.
     """
-    ranks, sampler = vocab.ranks, request.sampler
-    if sampler is not None and getattr(generation_config, "seed", None) is None:
-        sampler.keys = ranks.first([_signed(key) for key in sampler.keys])
-    asked = [
-        request.input_ids.tolist(),
-        *(request.pads, request.max_length, request.known, request.pads_finished),
-        *(request.output_scores, request.output_logits, request.output_hidden_states),
-        [_signed(key) for key in sampler.keys] if sampler else None,
-        [type(p).__name__ for p in request.processors],
-        [type(c).__name__ for c in request.criteria],
-        # Every rank may have a profile of its own.
-        None if config is None else dataclasses.asdict(config) | {"profile": None},
-    ]
-    digest = hashlib.sha256(repr(asked).encode()).hexdigest()
-    found = ranks.gather_objects(digest)
-    if len(set(found)) > 1:
-        others = [rank for rank, other in enumerate(found) if other != found[0]]
+    sampler = request.sampler
+    keys = [] if sampler is None else sampler.keys
+    has_seed = sampler is None or getattr(generation_config, "seed", None) is not None
+    asked = _description(request), config and {**dataclasses.asdict(config), "profile": None}
+    digest = hashlib.sha256(repr((asked, has_seed and keys)).encode()).hexdigest()
+    found = vocab.ranks.gather_objects((digest, keys))
+    if others := [rank for rank, (other, _) in enumerate(found) if other != found[0][0]]:
         raise ValueError(
             f"ranks {others} were asked something else than rank 0; under tensor parallelism every "
             "rank calls generate with the same arguments"
         )
+    if sampler is not None:
+        sampler.keys = found[0][1]
     criteria = StoppingCriteriaList(
         c if type(c) in _PURE else FirstRankDecides(c, vocab) for c in request.criteria
     )
     return dataclasses.replace(request, criteria=criteria)
+
+
+def _description(request: Request) -> list[Any]:
+    """What must be the same on all ranks, as values whose text is the same as well."""
+    return [
+        request.input_ids.tolist(),
+        *(request.pads, request.max_length, request.known, request.pads_finished),
+        *(request.output_scores, request.output_logits, request.output_hidden_states),
+        [_settings(part) for part in (*request.processors, *request.criteria)],
+    ]
+
+
+def _settings(part: Any) -> tuple[str, dict[str, Any]]:
+    """The kind of a processor or criterion and, if it is Transformers' own, its numbers."""
+    is_own = type(part).__module__.startswith("transformers.")
+    values = vars(part) if is_own and not isinstance(part, MaxTimeCriteria) else {}
+    return type(part).__name__, {k: v for k, v in values.items() if isinstance(v, int | float)}
 
 
 class FirstRankDecides(StoppingCriteria):
@@ -118,8 +128,3 @@ def counted(vocab: VocabShard | None) -> Iterator[dict[str, Any] | None]:
         "verify_bytes_per_round": (sent.get("verify", 0) + sent.get("rows", 0)) / rounds,
         "whole_bytes_per_round": vocab.asked["whole_bytes"] / rounds,
     }
-
-
-def _signed(key: int) -> int:
-    """The same 64 bits."""
-    return key - (1 << 64) if key >> 63 else key

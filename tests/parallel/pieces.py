@@ -147,6 +147,7 @@ def loading(ranks: Ranks, folder: str) -> dict[str, Any]:
         ("save", lambda: model.save_pretrained(tempfile.gettempdir())),
         ("foreign", lambda: model.generate(ids, do_sample=True, num_beams=1, use_cache=False)),
         ("different", lambda: model.generate(ids + ranks.rank, max_new_tokens=4)),
+        ("top-k", lambda: model.generate(ids, do_sample=True, top_k=3 + ranks.rank)),
         ("size", lambda: Eagle4ForCausalLM.from_pretrained(f"{folder}/target", tp_size=3)),
     ):
         try:
