@@ -118,7 +118,7 @@ def process_path(
     scores_RV = logits_RV.to(dtype=torch.float32, copy=True)
     if not processors and choose is None:
         return scores_RV, scores_RV.argmax(dim=-1)
-    choice_R = torch.full_like(scores_RV[:, 0], -1, dtype=torch.int64)
+    choice_R = torch.full((len(scores_RV),), -1, dtype=torch.int64, device=scores_RV.device)
     rows = torch.zeros(1, dtype=torch.int64, device=token_N.device)
     history_1T, depth = history_T.unsqueeze(0), 0
     while len(rows):

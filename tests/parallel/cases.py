@@ -31,6 +31,8 @@ DECODING: dict[str, dict[str, Any]] = {
 
 def build(family: str, **overrides: Any) -> Eagle4ForCausalLM:
     """A tiny pair, the same in every process."""
+    if family == "qwen3":
+        overrides["layer_types"] = ["sliding_attention", "full_attention"]
     target = zoo.build(family, vocab_size=VOCAB, num_hidden_layers=2, **overrides)
     return Eagle4ForCausalLM(target, small_drafter(target))
 
@@ -48,17 +50,28 @@ def speculation(model: Eagle4ForCausalLM, mode: str, folder: str = "/tmp") -> di
     return {"profile": path, **SIZES}
 
 
-def everything(ranks: Ranks | None, folder: str) -> dict[str, Any]:
-    """All answers of this module: on one process, or as one of the ranks."""
-    found: dict[str, Any] = {"answers": {}}
-    for family in FAMILIES:
-        model = shared(build(family), ranks)
-        for mode, batch, decoding in itertools.product(MODES, PROMPTS, DECODING):
-            # The other families differ in their layers, not in what is decoded with them.
-            if family == "llama" or (batch == 4) == (decoding == "greedy"):
-                out = answer(model, batch, speculation(model, mode, folder), **DECODING[decoding])
-                found["answers"][family, mode, batch, decoding] = out.sequences.tolist()
-    return found | others(ranks)
+def wanted(is_full: bool) -> list[tuple[str, str, int, str]]:
+    """Cases as (family, mode, batch, decoding): all of them, or each thing at least once."""
+    every = list(itertools.product(FAMILIES, MODES, PROMPTS, DECODING))
+    if is_full:
+        return every
+    return [
+        (family, mode, batch, decoding)
+        for family, mode, batch, decoding in every
+        # The other families differ in their layers, not in what is decoded with them.
+        if (family == "llama" or mode == "tree") and (batch == 4) == (decoding == "greedy")
+    ]
+
+
+def everything(ranks: Ranks | None, folder: str, is_full: bool) -> dict[tuple, list]:
+    """Ids of the cases: on one process, or as one of the ranks."""
+    models = {family: shared(build(family), ranks) for family in FAMILIES}
+    found = {}
+    for family, mode, batch, decoding in wanted(is_full):
+        model = models[family]
+        out = answer(model, batch, speculation(model, mode, folder), **DECODING[decoding])
+        found[family, mode, batch, decoding] = out.sequences.tolist()
+    return found
 
 
 def others(ranks: Ranks | None) -> dict[str, Any]:
@@ -83,7 +96,7 @@ def others(ranks: Ranks | None) -> dict[str, Any]:
         if name == "scores":
             ids[name] += [torch.stack(x).argmax(-1).tolist() for x in (out.scores, out.logits)]
     inputs = prompt(PROMPTS[4], vocab=VOCAB)
-    known = continuations(build("llama").target, inputs, max_new_tokens=30)
+    known = continuations(build("llama").target, inputs, max_new_tokens=20)
     oracle = shared(ScriptedModel(build("llama").target, Mixed(known, VOCAB, [2, 0, 3, 9])), ranks)
     ids["mixed"] = answer(oracle, 4, {"max_depth": 6}, do_sample=False).sequences.tolist()
     assert oracle.last_speculation is not None and oracle.last_speculation.accept_length > 1.5
@@ -114,7 +127,7 @@ def answer(model: Eagle4ForCausalLM, batch: int, speculative: Any, **kwargs: Any
     """One `generate` call without fallbacks."""
     out = model.generate(
         **prompt(PROMPTS[batch], vocab=VOCAB),
-        max_new_tokens=10,
+        max_new_tokens=8,
         speculative=speculative,
         return_dict_in_generate=True,
         **kwargs,

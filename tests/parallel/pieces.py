@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from typing import Any
 
@@ -107,6 +108,21 @@ def drafters(ranks: Ranks) -> dict[str, float]:
         errors = [(a - b).abs().max() for a, b in zip(*outs, strict=True)]
         errors.append((offers[0].logp_RK - offers[1].logp_RK).abs().max())
         found[name] = float(max(errors))
+    return found
+
+
+def packing(ranks: Ranks) -> dict[str, Any]:
+    """Ids with and without packed CPU weights, and how many shares were packed."""
+    found: dict[str, Any] = {}
+    for is_on in ("1", "0"):
+        os.environ["EAGLE4_PACK_WEIGHTS"] = is_on
+        target = zoo.build("llama", hidden_size=512, intermediate_size=1024, num_hidden_layers=2)
+        model = Eagle4ForCausalLM(target, small_drafter(target)).shard(ranks)
+        ids = torch.tensor([[3, 5, 7]])
+        out = model.generate(ids, max_new_tokens=6, do_sample=False, speculative="eagle4")
+        found[is_on] = out.tolist()
+        packed = (model.adapter._packed, model._packed)
+        found[f"packed {is_on}"] = [len(part._packed) for part in packed if part is not None]
     return found
 
 

@@ -9,49 +9,45 @@ from tests.parallel import cases
 from tests.parallel.world import run_world
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def world(request, tmp_path_factory):
-    """Size, and everything that its ranks answered in one go."""
-    folder = str(tmp_path_factory.mktemp("profiles"))
-    return request.param, run_world(request.param, cases.everything, folder)
+FULL = pytest.param(True, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("is_full", [False, FULL], ids=["some", "all"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_tokens_are_those_of_one_process(size, is_full, tmp_path):
+    """Every family, mode, batch and decoding; all combinations of them in the slow part."""
+    alone = cases.everything(None, str(tmp_path), is_full)
+    assert len(alone) == (48 if is_full else 12)
+    for found in run_world(size, cases.everything, str(tmp_path), is_full, limit_s=900.0):
+        assert found == alone
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    return cases.everything(None, str(tmp_path_factory.mktemp("profiles")))
+def alone():
+    return cases.others(None)
 
 
-@pytest.mark.parametrize("family", cases.FAMILIES)
-@pytest.mark.parametrize("mode", cases.MODES)
-def test_tokens_are_those_of_one_process(world, alone, family, mode):
-    size, answers = world
-    compared = 0
-    for key, wanted in alone["answers"].items():
-        if key[:2] == (family, mode):
-            assert [own["answers"][key] for own in answers] == [wanted] * size, key
-            compared += 1
-    assert compared == (4 if family == "llama" else 2)
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def together(request):
+    return run_world(request.param, cases.others)
 
 
-def test_other_ways_of_choosing_are_those_of_one_process(world, alone):
-    size, answers = world
-    for name, wanted in alone["others"].items():
-        assert [own["others"][name] for own in answers] == [wanted] * size, name
+def test_other_ways_of_choosing_are_those_of_one_process(together, alone):
+    for own in together:
+        assert own["others"] == alone["others"]
 
 
-def test_verification_exchanges_pairs_and_whole_rows_only_where_they_are_needed(world):
-    _, answers = world
-    for own in answers:
+def test_verification_exchanges_pairs_and_whole_rows_only_where_they_are_needed(together):
+    for own in together:
         sent = own["bytes"]
         assert "rows" not in sent["greedy"] and "rows" not in sent["coupled"]
         assert "rows" not in sent["rejection"] and "rows" not in sent["top_k"]
         assert sent["repetition_penalty"]["rows"] > 0 and sent["scores"]["rows"] > 0
 
 
-def test_only_the_first_rank_streams(world, alone):
-    _, answers = world
-    assert answers[0]["streamed"] == alone["streamed"] and alone["streamed"]
-    assert not any(own["streamed"] for own in answers[1:])
+def test_only_the_first_rank_streams(together, alone):
+    assert together[0]["streamed"] == alone["streamed"] and alone["streamed"]
+    assert not any(own["streamed"] for own in together[1:])
 
 
 @pytest.mark.parametrize("size", [2, 4])
