@@ -8,7 +8,6 @@ import pytest
 from tests.parallel import cases
 from tests.parallel.world import run_world
 
-
 FULL = pytest.param(True, marks=pytest.mark.slow)
 
 

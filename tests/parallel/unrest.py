@@ -18,7 +18,7 @@ from eagle4.engine import home
 from eagle4.harness.acceptance import Experience
 from eagle4.harness.profile_file import write
 from eagle4.parallel import Ranks
-from profiling.world import CPU
+from profiling.world import FREE_DRAFTER
 from tests.engine.compare import prompt
 from tests.parallel.cases import DECODING, VOCAB
 
@@ -53,10 +53,10 @@ def disturb(model: Eagle4ForCausalLM, rank: int) -> None:
 
 def write_costs(model: Eagle4ForCausalLM, rank: int) -> None:
     """A cost table of this rank alone, where generation finds it: it will be refined."""
-    table = CPU.table(fingerprint=home.fingerprint(model.adapter, model.drafter))
+    table = FREE_DRAFTER.table(fingerprint=home.fingerprint(model.adapter, model.drafter))
     factor = random.Random(rank)
     for surface in table.surfaces.values():
-        surface.ns = [[ns * factor.uniform(0.2, 3.0) for ns in line] for line in surface.ns]
+        surface.ns = [[ns * factor.uniform(0.7, 1.5) for ns in line] for line in surface.ns]
     path = home.profile_path(table.fingerprint)
     write(path, type(table)(table.surfaces, fingerprint=table.fingerprint), Experience())
 
@@ -68,8 +68,8 @@ def near_ties(ranks: Ranks, runs: int) -> dict[str, Any]:
     disturb(model, ranks.rank)
     ids, levels = [], 0
     for run in range(runs):
-        mode = ("auto", "tree", "chain", "auto", "plain")[run % 5]
-        sizes = {"max_depth": 4, "top_k": 3, "max_nodes": 8}
+        mode = ("auto", "tree", "auto", "chain", "auto", "plain")[run % 6]
+        sizes = {"harness": mode == "auto", "max_depth": 3, "top_k": 3, "max_nodes": 8}
         out = model.generate(
             **prompt([4 + run % 3, 3], seed=run, vocab=VOCAB),
             **DECODING[("greedy", "coupled")[run % 2]],
