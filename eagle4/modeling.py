@@ -111,7 +111,7 @@ class Eagle4ForCausalLM(TargetShell):
         if self.drafter is not None:
             shard_drafter(self.drafter, vocab)
             self._packed = PackedLinears(self.drafter)
-        self.to(ranks.device)
+        self.to(ranks.device)  # type: ignore
         adapter.share(vocab)
         self.ranks, self._home = ranks, HarnessHome(ranks)
         return self

@@ -8,7 +8,7 @@ ranks them all.
 from __future__ import annotations
 
 import logging
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from ..parallel import Ranks, VocabShard
 from ..parallel.linear import split_attention, split_mlp
 from ..parallel.plan import fits_heads
 from ..types import Candidates
+from .block import DraftBlock
 from .head import exact_logits
 from .model import Eagle4Drafter
 
@@ -92,7 +93,8 @@ def shard_drafter(drafter: Eagle4Drafter, target_vocab: VocabShard) -> None:
     An attention or MLP whose size does not divide stays whole: a drafter is small, and its target
     may well divide.
     """
-    config, ranks, block = drafter.config, target_vocab.ranks, drafter.layers[0]
+    config, ranks = drafter.config, target_vocab.ranks
+    block = cast(DraftBlock, drafter.layers[0])
     heads, kv_heads, whole = config.num_attention_heads, config.num_key_value_heads, []
     if fits_heads(heads, kv_heads, ranks.size):
         attention = block.self_attn

@@ -40,8 +40,9 @@ def start(
 
     ``hub``: arguments of `from_pretrained`, some of which say where a configuration is found.
     """
-    config = target.config if isinstance(target, PreTrainedModel) else None
-    if config is None:
+    if isinstance(target, PreTrainedModel):
+        config = target.config
+    else:
         names = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
         where = {name: hub[name] for name in (*names, "trust_remote_code") if name in hub}
         config = hub.get("config") or AutoConfig.from_pretrained(target, **where)
