@@ -20,7 +20,6 @@ from transformers.generation.configuration_utils import GenerationMode
 from .config import Eagle4Config, SpeculativeConfig
 from .drafter import Eagle4Drafter
 from .drafter.pairing import check_pair
-from .drafter.sharded import shard_drafter
 from .engine import Eagle4Cache, Request, Result, SpeculationStats, requests, run, together
 from .engine.call import CACHE_KEYWORD, Eagle4Output
 from .engine.home import HarnessHome
@@ -28,7 +27,7 @@ from .engine.speculation import policy_and_draft
 from .harness import HarnessPolicy
 from .ops import PackedLinears
 from .pair import Eagle4PairConfig, check_complete, is_pair, speculative_defaults
-from .parallel import Ranks, shard_target
+from .parallel import Ranks
 from .parallel.launch import start
 from .shell import TargetShell
 from .target import TargetAdapter, check_target
@@ -106,13 +105,9 @@ class Eagle4ForCausalLM(TargetShell):
         only rank 0 feeds a streamer. Raises `ValueError` for sizes that do not divide and for a
         model that is split already.
         """
-        adapter = self.adapter  # a family that has to be probed is probed while it is whole
-        vocab = shard_target(self.target, ranks)
-        if self.drafter is not None:
-            shard_drafter(self.drafter, vocab)
-            self._packed = PackedLinears(self.drafter)
+        together.split(self.adapter, self.drafter, ranks)
+        self._packed = None if self.drafter is None else PackedLinears(self.drafter)
         self.to(ranks.device)  # type: ignore
-        adapter.share(vocab)
         self.ranks, self._home = ranks, HarnessHome(ranks)
         return self
 

@@ -14,6 +14,7 @@ import transformers
 from ..parallel.launch import launched_rank, launched_size
 
 COMMANDS = ("generate",)
+PATIENCE = timedelta(seconds=5)  # with the store that decides who reports an error
 
 
 def check_command(command: str) -> None:
@@ -47,7 +48,7 @@ def is_first_to_fail() -> bool:
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     try:
         store = dist.TCPStore(
-            address or "localhost", int(port or 0), is_master=False, timeout=timedelta(seconds=5)
+            address or "localhost", int(port or 0), is_master=False, timeout=PATIENCE
         )
         return store.add("eagle4/failed", 1) == 1
     except (RuntimeError, ValueError):

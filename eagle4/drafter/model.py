@@ -146,9 +146,10 @@ class Eagle4Drafter(PreTrainedModel):
 
     def propose(self, head_RH: torch.Tensor, top_k: int) -> Candidates:
         """Best ``top_k`` next tokens of every row with the reported log-probabilities."""
-        shared = self.shared
+        heads = self.shared
         if self.config.candidate_rank:
-            return (shared.propose_candidates if shared else propose_candidates)(
+            propose = propose_candidates if heads is None else heads.propose_candidates
+            return propose(
                 self.head,
                 self.efficient_lm_head_down_proj,
                 self.efficient_lm_head,
@@ -156,8 +157,8 @@ class Eagle4Drafter(PreTrainedModel):
                 self.config.num_candidates,
                 top_k,
             )
-        full = shared.propose_full if shared else propose_full
-        found = full(self.head, head_RH, top_k)
+        propose = propose_full if heads is None else heads.propose_full
+        found = propose(self.head, head_RH, top_k)
         if self.config.draft_vocab_size is not None:
             return found._replace(token_RK=found.token_RK + self.d2t[found.token_RK])
         return found

@@ -25,11 +25,25 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from ..config import SpeculativeConfig
-from ..parallel import RankError, VocabShard
+from ..drafter import Eagle4Drafter
+from ..drafter.sharded import shard_drafter
+from ..parallel import RankError, Ranks, VocabShard, shard_target
+from ..target import TargetAdapter
 from .call import Request
 
 # Functions of the token ids alone.
 _PURE = (EosTokenCriteria, MaxLengthCriteria, StopStringCriteria)
+
+
+def split(target: TargetAdapter, drafter: Eagle4Drafter | None, ranks: Ranks) -> None:
+    """Keep this rank's share of both models. Raises `ValueError` for those that do not divide.
+
+    The adapter is there already, because a family that has to be probed is probed as a whole.
+    """
+    vocab = shard_target(target.model, ranks)
+    if drafter is not None:
+        shard_drafter(drafter, vocab)
+    target.share(vocab)
 
 
 def agree(
