@@ -55,7 +55,8 @@ def load_pair(args: Namespace) -> Loaded:
     target, tokenizer, device = load_target(args)
     tp_size = launched_size()
     where = {} if tp_size == 1 else {"tp_size": tp_size, "device": device.type}
-    model: Any = Eagle4ForCausalLM.from_pretrained(target, drafter, tokenizer=tokenizer, **where)
+    options = {"tokenizer": tokenizer, "compile": getattr(args, "compile", "auto"), **where}
+    model: Any = Eagle4ForCausalLM.from_pretrained(target, drafter, **options)
     return Loaded(model, target, tokenizer, device if model.ranks is None else model.ranks.device)
 
 
@@ -97,6 +98,7 @@ def setup_record(args: Namespace, loaded: Loaded) -> dict[str, Any]:
             "dtype": target["dtype"],
             "device": target["device"],
             "speculation": str(speculation(args)),
+            "compile": "on" if loaded.model.graphs().compiled else "off",
             "prompts": Path(args.prompts).name if args.prompts else "built-in",
             "batch_size": args.batch_size,
             "turns": args.turns,

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 
 from ..ops import block_topk
 from ..parallel import Ranks, VocabShard
-from ..parallel.linear import split_attention, split_mlp
+from ..parallel.linear import share_of, share_of_heads, split_inputs, split_outputs
 from ..parallel.plan import fits_heads
 from ..types import Candidates
-from .block import DraftBlock
+from .block import DraftAttention, DraftBlock
 from .head import exact_logits
 from .model import Eagle4Drafter
 
@@ -97,14 +97,14 @@ def shard_drafter(drafter: Eagle4Drafter, target_vocab: VocabShard) -> None:
     block = cast(DraftBlock, drafter.layers[0])
     heads, kv_heads, whole = config.num_attention_heads, config.num_key_value_heads, []
     if fits_heads(heads, kv_heads, ranks.size):
-        attention = block.self_attn
-        projections = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
-        split_attention(projections, heads, kv_heads, config.head_dim, ranks)
+        _split_attention(block.self_attn, heads, kv_heads, ranks)
     else:
         whole.append("attention")
     if config.intermediate_size % ranks.size == 0:
-        into = block.mlp.gate_proj, block.mlp.up_proj
-        split_mlp(into, block.mlp.down_proj, config.intermediate_size, ranks)
+        share = share_of(config.intermediate_size, ranks)
+        for into in (block.mlp.gate_proj, block.mlp.up_proj):
+            split_outputs(into, share)
+        split_inputs(block.mlp, "down_proj", share, ranks, slices=False)
     else:
         whole.append("MLP")
     if whole and ranks.is_first:
@@ -116,3 +116,13 @@ def shard_drafter(drafter: Eagle4Drafter, target_vocab: VocabShard) -> None:
     if config.candidate_rank:
         vocab.split_head(drafter.efficient_lm_head)
     drafter.shared = SharedHeads(ranks, vocab)
+
+
+def _split_attention(
+    attention: DraftAttention, num_heads: int, num_kv_heads: int, ranks: Ranks
+) -> None:
+    share = share_of_heads(num_heads, attention.head_dim, ranks)
+    split_outputs(attention.q_proj, share)
+    for projection in (attention.k_proj, attention.v_proj):
+        split_outputs(projection, share_of_heads(num_kv_heads, attention.head_dim, ranks))
+    split_inputs(attention, "o_proj", share, ranks, slices=False)

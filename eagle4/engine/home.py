@@ -27,6 +27,7 @@ from ..harness.profile_file import file_name, read, read_or_none, write
 from ..machine import cache_dir, device_name, package_version
 from ..parallel import Ranks
 from ..target import TargetAdapter
+from .graphs import EAGER, Graphs
 from .measure import COARSE, Grid, measure
 from .parts import make_cases
 
@@ -60,20 +61,21 @@ class HarnessHome:
         target: TargetAdapter,
         drafter: Eagle4Drafter,
         num_tokens: int,
+        graphs: Graphs = EAGER,
     ) -> HarnessPolicy | None:
         """A policy for one call of up to ``num_tokens`` new tokens; None without a table.
 
         Raises `ValueError` when ``config.profile`` is broken or from another setup, `OSError` when
         it cannot be read.
         """
-        here = self._fingerprint(target, drafter)
+        here = self._fingerprint(target, drafter, graphs)
         if config.profile is not None:
             path = Path(config.profile)
             found = self._agreed(lambda: Profile(*read(path, here, frozen=True)))
             assert found is not None
             return HarnessPolicy(config, *found)
         if self._profile is None or self._profile.table.fingerprint != here:
-            self._profile = self._find(here, target, drafter, num_tokens)
+            self._profile = self._find(here, target, drafter, num_tokens, graphs)
             if self._profile is None:
                 return None
             self._saved_rounds = self._profile.experience.rounds
@@ -90,14 +92,19 @@ class HarnessHome:
             self._save(profile)
 
     def _find(
-        self, here: dict[str, Any], target: TargetAdapter, drafter: Eagle4Drafter, num_tokens: int
+        self,
+        here: dict[str, Any],
+        target: TargetAdapter,
+        drafter: Eagle4Drafter,
+        num_tokens: int,
+        graphs: Graphs,
     ) -> Profile | None:
         path = profile_path(here)
         found = self._agreed(lambda: _profile_or_none(path, here))
         if found is not None or num_tokens < WORTH_TOKENS:
             return found
         logger.info("measuring the costs of this pair once (a few seconds)")
-        table = measure_pair(target, drafter, COARSE, here)
+        table = measure_pair(target, drafter, COARSE, here, graphs)
         profile = self._agreed(lambda: Profile(table, Experience()))
         assert profile is not None
         self._save(profile)
@@ -107,9 +114,11 @@ class HarnessHome:
         if self.ranks is None or self.ranks.is_first:
             _save(profile)
 
-    def _fingerprint(self, target: TargetAdapter, drafter: Eagle4Drafter) -> dict[str, Any]:
+    def _fingerprint(
+        self, target: TargetAdapter, drafter: Eagle4Drafter, graphs: Graphs
+    ) -> dict[str, Any]:
         """Rank 0's: names of devices may differ, decisions must not."""
-        here = fingerprint(target, drafter)
+        here = fingerprint(target, drafter, graphs)
         return here if self.ranks is None else self.ranks.gather_objects(here)[0]
 
     def _agreed(self, look: Callable[[], Profile | None]) -> Profile | None:
@@ -139,16 +148,21 @@ def _profile_or_none(path: Path, here: dict[str, Any]) -> Profile | None:
 
 
 def measure_pair(
-    target: TargetAdapter, drafter: Eagle4Drafter, grid: Grid, here: dict[str, Any] | None = None
+    target: TargetAdapter,
+    drafter: Eagle4Drafter,
+    grid: Grid,
+    here: dict[str, Any] | None = None,
+    graphs: Graphs = EAGER,
 ) -> CostTable:
     """Measure a pair; call it where packed weights are active."""
     device, vocab = target.device, target.vocab
     # Ranks measure together, so they also stop together.
     agree = bool if vocab is None else lambda over: bool(vocab.ranks.first([over])[0])
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    with torch.no_grad(), target.attached():
-        cases = make_cases(target, drafter, grid)
-        return measure(cases, grid, here or fingerprint(target, drafter), synchronize, agree)
+    with torch.no_grad(), target.attached(run_block=graphs.block):
+        cases = make_cases(target, drafter, grid, graphs)
+        here = here or fingerprint(target, drafter, graphs)
+        return measure(cases, grid, here, synchronize, agree)
 
 
 def profile_path(here: dict[str, Any]) -> Path:
@@ -157,7 +171,9 @@ def profile_path(here: dict[str, Any]) -> Path:
     return (Path(own).expanduser() if own else cache_dir() / "profiles") / file_name(here)
 
 
-def fingerprint(target: TargetAdapter, drafter: Eagle4Drafter) -> dict[str, Any]:
+def fingerprint(
+    target: TargetAdapter, drafter: Eagle4Drafter, graphs: Graphs = EAGER
+) -> dict[str, Any]:
     """Everything that a measured nanosecond depends on, as plain values."""
     versions = {name: package_version(name) for name in ("torch", "transformers", "eagle4")}
     return {
@@ -166,7 +182,8 @@ def fingerprint(target: TargetAdapter, drafter: Eagle4Drafter) -> dict[str, Any]
         "drafter": _identity(drafter.config),
         "dtype": str(target.dtype).removeprefix("torch."),
         "attention": "packed",
-        "compile": "eager",
+        "compile": "inductor" if graphs.compiled else "eager",
+        "threads": torch.get_num_threads() if target.device.type == "cpu" else None,
         "packed_weights": os.environ.get("EAGLE4_PACK_WEIGHTS", "1"),
         "tensor_parallel": 1 if target.vocab is None else target.vocab.ranks.size,
         "versions": versions,

@@ -12,6 +12,7 @@ from .adaptive import AdaptiveDraft
 from .call import Request
 from .drafting import Draft, EagleDraft
 from .drawing import TemplateDraft
+from .graphs import Graphs
 from .home import HarnessHome
 
 
@@ -21,6 +22,7 @@ def policy_and_draft(
     home: HarnessHome,
     target: TargetAdapter,
     drafter: Eagle4Drafter | None,
+    graphs: Graphs,
 ) -> tuple[Policy | None, Draft | None]:
     """Policy and draft of one call; (None, None) decodes plainly.
 
@@ -34,7 +36,7 @@ def policy_and_draft(
         config = dataclasses.replace(config, request_class="sampled")
     if config.harness:
         most = len(request.pads) * (request.max_length - request.input_ids.shape[1])
-        policy = home.policy(config, target, drafter, most)
+        policy = home.policy(config, target, drafter, most, graphs)
         if policy is not None:
             draft = TemplateDraft if is_drawn else AdaptiveDraft
             return policy, draft(drafter, policy)

@@ -3,8 +3,10 @@
     column-parallel   y_r = W[rows_r] x + b[rows_r]        every rank has part of the output
     row-parallel      y = sum_r (W[:, columns_r] x_r) + b  every rank has part of the input
 
-A split `nn.Linear` stays an `nn.Linear` with plain weights; the exchange is a forward hook. So
-packed CPU weights, casts and moves work on shares as they do on whole layers.
+A split `nn.Linear` stays an `nn.Linear` with plain weights, so packed CPU weights, casts and moves
+work on shares as they do on whole layers. Where an exchange follows, a module around it makes it:
+hooks would differ from layer to layer, and a compiler that compares them would compile every layer
+anew.
 """
 
 from __future__ import annotations
@@ -59,13 +61,17 @@ def split_outputs(linear: nn.Linear, share: Share) -> None:
     linear.out_features = share.size
 
 
-def split_inputs(linear: nn.Linear, share: Share, ranks: Ranks) -> None:
-    """Row-parallel: keep these columns; the output becomes the sum over all ranks."""
+def split_inputs(owner: nn.Module, name: str, share: Share, ranks: Ranks, slices: bool) -> None:
+    """Row-parallel: keep these columns; the output becomes the sum over all ranks.
+
+    ``slices``: the module is given whole rows and takes its share of them itself.
+    """
+    linear = getattr(owner, name)
     split_parameter(linear, "weight", 1, share)
     if linear.bias is not None:
         keep_on_first(linear, "bias", ranks)
     linear.in_features = share.size
-    sum_output(linear, ranks)
+    setattr(owner, name, Summed(linear, ranks, share if slices else None))
 
 
 def keep_on_first(owner: nn.Module, name: str, ranks: Ranks) -> None:
@@ -74,31 +80,30 @@ def keep_on_first(owner: nn.Module, name: str, ranks: Ranks) -> None:
         getattr(owner, name).data = torch.zeros_like(getattr(owner, name))
 
 
-def sum_output(module: nn.Module, ranks: Ranks) -> None:
-    """The module's output is a part of a sum."""
+class Summed(nn.Module):
+    """A module whose output is one rank's part of a sum; ``share`` of the input, None all of it."""
 
-    def joined(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
-        return ranks.all_reduce(output, LAYERS)
+    def __init__(self, inner: nn.Module, ranks: Ranks, share: Share | None = None):
+        super().__init__()
+        self.inner, self.ranks, self.share = inner, ranks, share
 
-    module.register_forward_hook(joined)
+    def forward(self, first: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
+        if self.share is not None:
+            first = first[..., self.share.first : self.share.last]
+        return self.ranks.all_reduce(self.inner(first, *args), LAYERS)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Some families ask a projection for its dtype."""
+        return self.inner.weight  # type: ignore[return-value]
 
 
-def gather_output(module: nn.Module, share: Share, ranks: Ranks) -> None:
-    """The module's output is a share of the last axis; everybody gets the whole."""
+class Gathered(Summed):
+    """A module whose output is a share of the last axis; everybody gets the whole."""
 
-    def joined(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
-        return gather_last(output, share, ranks, LAYERS)
-
-    module.register_forward_hook(joined)
-
-
-def slice_input(module: nn.Module, share: Share) -> None:
-    """The module gets whole rows and reads its share of the last axis."""
-
-    def sliced(module: nn.Module, args: tuple) -> tuple:
-        return (args[0][..., share.first : share.last], *args[1:])
-
-    module.register_forward_pre_hook(sliced)
+    def forward(self, first: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
+        assert self.share is not None
+        return gather_last(self.inner(first, *args), self.share, self.ranks, LAYERS)
 
 
 def gather_last(part: torch.Tensor, share: Share, ranks: Ranks, purpose: str) -> torch.Tensor:
@@ -107,28 +112,3 @@ def gather_last(part: torch.Tensor, share: Share, ranks: Ranks, purpose: str) ->
     padded = nn.functional.pad(part, (0, step - share.size))
     whole = ranks.all_gather(padded, purpose).movedim(0, -2).flatten(-2)
     return whole[..., : share.total]
-
-
-def split_attention(
-    projections: tuple[nn.Linear, nn.Linear, nn.Linear, nn.Linear],
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    ranks: Ranks,
-) -> None:
-    """Query, key, value and output projection by heads."""
-    query, key, value, output = projections
-    split_outputs(query, share_of_heads(num_heads, head_dim, ranks))
-    for projection in (key, value):
-        split_outputs(projection, share_of_heads(num_kv_heads, head_dim, ranks))
-    split_inputs(output, share_of_heads(num_heads, head_dim, ranks), ranks)
-
-
-def split_mlp(
-    into: tuple[nn.Linear, ...], out_of: nn.Linear, inner_size: int, ranks: Ranks
-) -> None:
-    """The layers that lead into the wide middle by outputs, the one out of it by inputs."""
-    share = share_of(inner_size, ranks)
-    for linear in into:
-        split_outputs(linear, share)
-    split_inputs(out_of, share, ranks)

@@ -25,7 +25,8 @@ class Ranks:
 
     ``rank`` of ``size``; ``device`` is where this rank's share lives. ``sent_bytes`` counts what
     the rank contributed to collectives, by purpose: ``layers`` (sums inside the models), ``draft``,
-    ``verify``, ``rows`` (whole rows of logits) and ``agree``.
+    ``verify``, ``rows`` (whole rows of logits) and ``agree``. What compiled graphs exchange is not
+    counted.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device | str = "cpu"):

@@ -33,12 +33,14 @@ def shard_target(model: PreTrainedModel, ranks: Ranks) -> VocabShard:
         for name, place in _matches(decoder, pattern)
     ]
     _check_kinds(model, found)
-    for name, style, (owner, attribute) in found:
+    # Parameters come before the modules around them, which are replaced.
+    found.sort(key=lambda entry: isinstance(getattr(*entry[2]), nn.Module))
+    for _, style, (owner, attribute) in found:
         part = getattr(owner, attribute)
         if isinstance(part, nn.Parameter):
             _split_parameter(owner, attribute, style, ranks)
         else:
-            _split_module(name, part, style, text, ranks)
+            _split_module(owner, attribute, style, text, ranks)
     for module in decoder.modules():
         _count_heads(module)
     head: Any = model.get_output_embeddings()
@@ -81,27 +83,27 @@ def _check_kinds(model: PreTrainedModel, found: list) -> None:
         )
 
 
-def _split_module(name: str, module: Any, style: str, text: PreTrainedConfig, ranks: Ranks) -> None:
+def _split_module(
+    owner: nn.Module, name: str, style: str, text: PreTrainedConfig, ranks: Ranks
+) -> None:
+    module = getattr(owner, name)
     if style == "moe_tp_experts":
-        linear.sum_output(module, ranks)
-        return
-    if style.startswith("colwise"):
+        setattr(owner, name, linear.Summed(module, ranks))
+    elif style.startswith("colwise"):
         share = _output_share(name, module, style, text, ranks)
         linear.split_outputs(module, share)
         if style == "colwise_gather_output":
-            linear.gather_output(module, share, ranks)
-        return
-    share = linear.share_of(module.in_features, ranks)
-    linear.split_inputs(module, share, ranks)
-    if style == "rowwise_split_input":
-        linear.slice_input(module, share)
+            setattr(owner, name, linear.Gathered(module, ranks, share))
+    else:
+        share = linear.share_of(module.in_features, ranks)
+        slices = style == "rowwise_split_input"
+        linear.split_inputs(owner, name, share, ranks, slices)
 
 
 def _output_share(
     name: str, module: nn.Linear, style: str, text: PreTrainedConfig, ranks: Ranks
 ) -> linear.Share:
-    kind = name.rsplit(".", 1)[-1]
-    if style == "colwise" and kind in ("k_proj", "v_proj"):
+    if style == "colwise" and name in ("k_proj", "v_proj"):
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         return linear.share_of_heads(heads, module.out_features // heads, ranks)
     return linear.share_of(module.out_features, ranks)

@@ -19,6 +19,7 @@ from ..cache import AttentionStep, KVPool
 from ..ops import PackedLinears
 from ..parallel import VocabShard
 from . import attention
+from .blocks import RunBlock, replaced
 from .families import check_target, is_proven
 from .probe import probe
 
@@ -67,8 +68,13 @@ class TargetAdapter:
         self._packed = PackedLinears(self.model)
 
     @contextmanager
-    def attached(self, with_taps: bool = True) -> Iterator[TargetAdapter]:
-        """Packed attention and taps are in place inside, gone outside."""
+    def attached(
+        self, with_taps: bool = True, run_block: RunBlock | None = None
+    ) -> Iterator[TargetAdapter]:
+        """Packed attention and taps are in place inside, gone outside.
+
+        The blocks run through ``run_block`` when it is given.
+        """
         taps = self.tap_layers if with_taps else []
         configs = _with_sub_configs(self.model.config)
         if not any(config is self.config for config in configs):
@@ -79,7 +85,8 @@ class TargetAdapter:
             for config in configs:
                 config._attn_implementation = attention.NAME
             local = nullcontext() if self.vocab is None else self.vocab.local()
-            with self.evaluating(), self._packed.active(), local:
+            blocks = replaced(self.blocks, run_block)
+            with self.evaluating(), self._packed.active(), blocks, local:
                 yield self
         finally:
             for handle in handles:
