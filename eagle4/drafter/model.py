@@ -9,7 +9,7 @@ raw output (EAGLE-3).
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -141,6 +141,12 @@ class Eagle4Drafter(PreTrainedModel):
         """The most distinct tokens that `propose` can return per row."""
         rows = self.config.draft_vocab_size or self.config.vocab_size
         return min(rows, self.config.num_candidates) if self.config.candidate_rank else rows
+
+    @property
+    def num_heads(self) -> tuple[int, int]:
+        """Query and key/value heads that this process computes: all, or a split drafter's share."""
+        attention, width = cast(DraftBlock, self.layers[0]).self_attn, self.config.head_dim
+        return attention.q_proj.out_features // width, attention.k_proj.out_features // width
 
     # -- from state to tokens --------------------------------------------------------------------
 
