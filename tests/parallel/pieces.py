@@ -13,8 +13,10 @@ from scripted import small_drafter
 
 from eagle4 import Eagle4ForCausalLM
 from eagle4.drafter.sharded import shard_drafter
+from eagle4.engine.graphs import num_compiled
 from eagle4.parallel import RankError, Ranks, VocabShard, shard_target
 from eagle4.training.extract import extract
+from tests.engine.compare import prompt
 
 TIE = 1 << 20
 
@@ -127,27 +129,23 @@ def packing(ranks: Ranks) -> dict[str, Any]:
 
 
 def compiled(ranks: Ranks) -> dict[str, Any]:
-    """A split target's forward as one graph: how often it was traced, and its error."""
-    model, graphs = zoo.build("llama", vocab_size=24, num_hidden_layers=2), []
-    shard_target(model, ranks)
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    forward = torch.compile(model, fullgraph=True, backend=backend)
-    errors = []
-    with torch.no_grad():
-        for first in range(2, 6):
-            ids = torch.arange(first, first + 6).view(1, 6)
-            wanted = model(input_ids=ids, use_cache=False).logits
-            errors.append((forward(input_ids=ids, use_cache=False).logits - wanted).abs().max())
-    names = [str(node.target) for node in graphs[0].graph.nodes]
-    return {
-        "graphs": len(graphs),
-        "error": float(max(errors)),
-        "sums": sum("all_reduce" in name for name in names),
-    }
+    """Compiled rounds of a split pair: ids, graphs after the first call and after more of them."""
+    target = zoo.build("llama", vocab_size=24)
+    eager = Eagle4ForCausalLM(target, small_drafter(target)).shard(ranks)
+    model = Eagle4ForCausalLM(
+        zoo.build("llama", vocab_size=24), small_drafter(target), compile="on"
+    ).shard(ranks)
+    speculative = {"max_depth": 3, "top_k": 3, "max_nodes": 8, "harness": False}
+    ids, wanted, graphs = [], [], []
+    for length in (5, 9, 6):
+        inputs = prompt([length], vocab=24)
+        for own, found in ((model, ids), (eager, wanted)):
+            kwargs = {"max_new_tokens": 8, "do_sample": False, "speculative": speculative}
+            found.append(own.generate(**inputs, **kwargs).tolist())
+        graphs.append(num_compiled())
+    parts = model.graphs().block, model.graphs().draft, model.graphs()._propose
+    fails = [part._fails for part in parts]  # type: ignore[union-attr]
+    return {"ids": ids, "wanted": wanted, "graphs": graphs, "fails": fails}
 
 
 def loading(ranks: Ranks, folder: str) -> dict[str, Any]:
