@@ -47,7 +47,7 @@ def is_first_to_fail() -> bool:
         return True
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     try:
-        store = dist.TCPStore(
+        store = dist.TCPStore(  # type: ignore
             address or "localhost", int(port or 0), is_master=False, timeout=PATIENCE
         )
         return store.add("eagle4/failed", 1) == 1
