@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -45,12 +46,12 @@ def is_first_to_fail() -> bool:
     """Whether this process reports the error that ends them all; true for exactly one of them."""
     if launched_size() == 1:
         return True
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    place = os.environ.get("MASTER_ADDR", "localhost"), int(os.environ.get("MASTER_PORT", "0"))
     try:
-        store = dist.TCPStore(  # type: ignore
-            address or "localhost", int(port or 0), is_master=False, timeout=PATIENCE
-        )
+        # The store would complain at length if nobody were there.
+        socket.create_connection(place, PATIENCE.total_seconds()).close()
+        store = dist.TCPStore(*place, is_master=False, timeout=PATIENCE)  # type: ignore
         return store.add("eagle4/failed", 1) == 1
-    except (RuntimeError, ValueError):
+    except (OSError, RuntimeError):
         # The store died with rank 0, which can say nothing any more.
         return launched_rank() == 1
