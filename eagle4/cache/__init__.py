@@ -1,13 +1,17 @@
-"""The cache: paged, slot-addressed keys and values of target and drafter.
+"""The cache: paged, slot-addressed keys and values of target and drafter; recurrent state beside it.
 
 In: rows of one forward with their sequence, window offset, position and visibility.
 Out: an `AttentionStep` (where to write, what each row sees) and the pools that it addresses.
 Always: committed token ``i`` of a sequence sits at index ``i`` of its page list, so the layout is
 what plain decoding leaves; drafted rows live behind the committed prefix until they are compacted.
+Recurrent state is that of the committed tokens; drafted rows never touch it.
 """
 
+from .mixing import convolve, mix
 from .pages import PageTable
 from .pool import KVPool
+from .recurrent import RecurrentPool, StateRows, StateShape
 from .step import AttentionStep, Window, attend, build_step
 
-__all__ = ["AttentionStep", "KVPool", "PageTable", "Window", "attend", "build_step"]
+__all__ = ["AttentionStep", "KVPool", "PageTable", "RecurrentPool", "StateRows", "StateShape"]
+__all__ += ["Window", "attend", "build_step", "convolve", "mix"]

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ..ops import fold_visible, tree_attention
+from .lineage import Lineage
 from .pages import PageTable
 from .pool import KVPool
 
@@ -31,7 +32,7 @@ class AttentionStep:
 
     ``slot_R`` where rows are written; ``position_R`` their positions; ``read`` gives a pool tensor
     as ``[B, L, heads, width]``; `visible` the visibility ``[B, M, L]``, where M pads every sequence
-    to the same number of rows.
+    to the same number of rows. ``lineage`` is for recurrent layers.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class AttentionStep:
         key_position_BL: torch.Tensor,
         run: tuple[int, int] | None,
         slot_BL: torch.Tensor | None,
+        lineage: Lineage | None = None,
     ):
         self.slot_R = slot_R
         self.position_R = position_R
@@ -55,6 +57,7 @@ class AttentionStep:
         self.key_position_BL = key_position_BL
         self.run = run
         self.slot_BL = slot_BL
+        self.lineage = lineage
         self._windowed: dict[int, torch.Tensor] = {}
         self._folded: dict[tuple, torch.Tensor] = {}
 
@@ -125,8 +128,13 @@ def attend(
     return step.unpad(out_BMHD)
 
 
-def build_step(table: PageTable, windows: list[Window], device: torch.device) -> AttentionStep:
-    """Index tensors for rows packed in the order of ``windows``."""
+def build_step(
+    table: PageTable, windows: list[Window], device: torch.device, is_prompt: bool = False
+) -> AttentionStep:
+    """Index tensors for rows packed in the order of ``windows``.
+
+    ``is_prompt``: the rows are chains of prompt tokens, which recurrent layers commit as they run.
+    """
     rows = [window.visible.shape[0] for window in windows]
     lengths = [window.prefix + window.visible.shape[1] for window in windows]
     most, longest = max(rows), max(lengths)
@@ -152,6 +160,7 @@ def build_step(table: PageTable, windows: list[Window], device: torch.device) ->
         key_position_BL,
         run,
         slot_BL,
+        Lineage(windows, is_prompt),
     )
 
 

@@ -19,6 +19,7 @@ from ..cache import AttentionStep, KVPool
 from ..ops import PackedLinears
 from . import attention
 from .families import check_target, is_proven
+from .mixers import RecurrentMixers
 from .probe import probe
 
 
@@ -48,7 +49,9 @@ class TargetAdapter:
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._taps: dict[int, torch.Tensor] = {}
         self._packed = PackedLinears(model)
-        if not is_proven(model):
+        self.mixers = RecurrentMixers(model)
+        # How recurrent mixers are called differs between versions of Transformers.
+        if self.mixers or not is_proven(model):
             probe(self)
 
     @property
@@ -71,7 +74,7 @@ class TargetAdapter:
         try:
             for config in configs:
                 config._attn_implementation = attention.NAME
-            with self.evaluating(), self._packed.active():
+            with self.evaluating(), self._packed.active(), self.mixers.active():
                 yield self
         finally:
             for handle in handles:
@@ -113,6 +116,10 @@ class TargetAdapter:
         ``calls``, when given, is filled with what every layer's attention call carried.
         """
         self._taps.clear()
+        recurrent = self.mixers.state_of(pool) if self.mixers else None
+        if recurrent is not None:
+            assert step.lineage is not None
+            recurrent.begin(step.lineage)
         kwargs: dict = {attention.KEYWORD: attention.PackedState(step, pool, calls)}
         if keep is not None and self._keeps_logits:
             kwargs["logits_to_keep"] = keep
@@ -128,6 +135,8 @@ class TargetAdapter:
             return_dict=True,
             **kwargs,
         )
+        if recurrent is not None:
+            recurrent.finish()
         logits = out.logits[0]
         if keep is not None and not self._keeps_logits:
             logits = logits[keep]

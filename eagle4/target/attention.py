@@ -21,7 +21,13 @@ KEYWORD = "eagle4_state"
 
 
 class OutsideCallError(RuntimeError):
-    """An attention layer ran packed attention without the state of a packed forward."""
+    """A layer ran in its packed form without the state of a packed forward."""
+
+    def __init__(self):
+        super().__init__(
+            "the target was called from outside while eagle4 is generating with it; "
+            "use a second copy of the model for concurrent calls"
+        )
 
 
 class AttentionCall(NamedTuple):
@@ -32,7 +38,7 @@ class AttentionCall(NamedTuple):
 
 
 class PackedState(NamedTuple):
-    """What one packed forward passes down to every attention layer."""
+    """What one packed forward passes down to every attention and recurrent layer."""
 
     step: AttentionStep
     pool: KVPool
@@ -55,10 +61,7 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """``[1, heads, R, D]`` in, ``[1, R, heads, D]`` out, as the attention interface asks."""
     if eagle4_state is None:
-        raise OutsideCallError(
-            "the target was called from outside while eagle4 is generating with it; "
-            "use a second copy of the model for concurrent calls"
-        )
+        raise OutsideCallError
     if eagle4_state.calls is not None:
         unknown = frozenset(k for k, v in kwargs.items() if v is not None and v is not False)
         eagle4_state.calls[module.layer_idx] = AttentionCall(sliding_window, unknown)  # type: ignore[index]

@@ -1,0 +1,110 @@
+"""The seam for recurrent layers: their mixers' `forward` while a generation runs.
+
+Attention layers call a registered function; recurrent mixers have no such place, so their `forward`
+is replaced for the duration of `RecurrentMixers.active`. The replacement uses the mixer's own
+submodules and parameters, whose names are fixed by its checkpoints, and `cache.convolve` and
+`cache.mix` in between. Blocks, norms, projections and everything else stay Transformers' own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..cache import KVPool, RecurrentPool, StateShape
+from . import gated_delta, mamba2, short_conv
+from .attention import OutsideCallError, PackedState
+
+Run = Callable[[Any, torch.Tensor, PackedState], torch.Tensor]  # [1, R, hidden] in and out
+
+
+class Kind(NamedTuple):
+    """One kind of recurrent mixer."""
+
+    run: Run
+    shape: Callable[[Any], StateShape]
+
+
+_GATED_DELTA = Kind(gated_delta.run, gated_delta.shape)
+_MAMBA2 = Kind(mamba2.run, mamba2.shape)
+_SHORT_CONV = Kind(short_conv.run, short_conv.shape)
+KINDS = {
+    "Qwen3NextGatedDeltaNet": _GATED_DELTA,
+    "Qwen3_5GatedDeltaNet": _GATED_DELTA,
+    "Qwen3_5MoeGatedDeltaNet": _GATED_DELTA,
+    "OlmoHybridGatedDeltaNet": _GATED_DELTA,
+    "BambaMixer": _MAMBA2,
+    "FalconH1Mixer": _MAMBA2,
+    "GraniteMoeHybridMambaLayer": _MAMBA2,
+    "NemotronHMamba2Mixer": _MAMBA2,
+    "Lfm2ShortConv": _SHORT_CONV,
+    "Lfm2MoeShortConv": _SHORT_CONV,
+}
+
+
+class RecurrentMixers:
+    """The recurrent mixers of one model; false when it has none."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+        decoder = model.get_decoder()
+        found = (m for m in decoder.modules() if type(m).__name__ in KINDS)
+        self.mixers: list[Any] = sorted(found, key=lambda mixer: mixer.layer_idx)
+        shapes = {KINDS[type(mixer).__name__].shape(mixer) for mixer in self.mixers}
+        if len(shapes) > 1:
+            raise ValueError(
+                f"target {type(model).__name__} cannot be a target: its recurrent layers keep "
+                f"states of different shapes ({sorted(shapes)}); eagle4 supports one shape"
+            )
+        self.shape = shapes.pop() if shapes else None
+
+    def __bool__(self) -> bool:
+        return bool(self.mixers)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Packed mixers inside; afterwards every mixer is what it was."""
+        before = [mixer.__dict__.get("forward") for mixer in self.mixers]
+        try:
+            for mixer in self.mixers:
+                mixer.forward = _PackedMixer(mixer)
+            yield
+        finally:
+            for mixer, forward in zip(self.mixers, before, strict=True):
+                mixer.__dict__.pop("forward", None)
+                if forward is not None:
+                    mixer.forward = forward
+
+    def state_of(self, pool: KVPool) -> RecurrentPool:
+        """The recurrent state beside the pool's K/V, made at first use."""
+        if pool.recurrent is None:
+            assert self.shape is not None
+            weight = next(self.mixers[0].parameters())
+            layers = [mixer.layer_idx for mixer in self.mixers]
+            dtype = self.model.get_input_embeddings().weight.dtype
+            pool.recurrent = RecurrentPool(self.shape, layers, dtype, weight.device)  # type: ignore
+        return pool.recurrent
+
+
+class _PackedMixer:
+    """Replacement for a mixer's `forward` over packed rows."""
+
+    def __init__(self, mixer: nn.Module):
+        self.mixer = mixer
+        self.run = KINDS[type(mixer).__name__].run
+
+    def __call__(
+        self,
+        hidden_states: torch.Tensor,
+        *args,
+        eagle4_state: PackedState | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        if eagle4_state is None:
+            raise OutsideCallError
+        return self.run(self.mixer, hidden_states, eagle4_state)
