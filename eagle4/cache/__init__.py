@@ -1,4 +1,4 @@
-"""The cache: paged, slot-addressed keys and values of target and drafter; recurrent state beside it.
+"""The cache: paged, slot-addressed keys and values of target and drafter, and recurrent state.
 
 In: rows of one forward with their sequence, window offset, position and visibility.
 Out: an `AttentionStep` (where to write, what each row sees) and the pools that it addresses.

@@ -106,8 +106,13 @@ class RecurrentPool:
 
     def commit(self, sequence: int, rows: list[int]) -> None:
         """Accept rows of the last forward: window indices along the path, the root first."""
-        assert self._lineage is not None and self.lengths[sequence] != _BROKEN
-        first = self._lineage.first_rows[self._lineage.sequences.index(sequence)]
+        lineage = self._lineage
+        assert lineage is not None and sequence in lineage.sequences
+        b = lineage.sequences.index(sequence)
+        assert self.lengths[sequence] == lineage.prefixes[b], (
+            "the state is not where the rows begin"
+        )
+        first = lineage.first_rows[b]
         self._accepted[sequence] = [first + row for row in rows]
         self.lengths[sequence] += len(rows)
 

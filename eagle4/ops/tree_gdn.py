@@ -171,9 +171,7 @@ def _updates(
     # The solver takes the diagonal for 1 and does not look above it.
     system_BHMM = beta_BHM1 * (key_BHMK @ key_BHMK.mT) * decays.pair_BHMM
     wanted_BHMV = beta_BHM1 * (value_BHMV - decays.total_BHM1 * known_BHMV)
-    return torch.linalg.solve_triangular(
-        system_BHMM, wanted_BHMV, upper=False, unitriangular=True
-    )
+    return torch.linalg.solve_triangular(system_BHMM, wanted_BHMV, upper=False, unitriangular=True)
 
 
 def _outputs(

@@ -39,9 +39,9 @@ def test_every_row_convolves_its_own_path(width, has_bias):
         for b in range(BATCH):
             for row in range(rows):
                 line = torch.cat([committed[b], x[b, path(parent[b], row)]])
-                wanted = functional.conv1d(
-                    line.T[None], weight[:, None], bias, groups=CHANNELS
-                )[0, :, -1]
+                wanted = functional.conv1d(line.T[None], weight[:, None], bias, groups=CHANNELS)[
+                    0, :, -1
+                ]
                 assert torch.allclose(found[b, row], wanted, atol=1e-5)
 
 

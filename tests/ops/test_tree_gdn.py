@@ -70,7 +70,7 @@ def make(kind: str, rows: int, seed: int, gates: str = "any", has_beta: bool = T
     key = normal(BATCH, rows, GROUPS, KEY) + 2 * normal(BATCH, 1, GROUPS, KEY)
     open_, closed = -1e-7 * torch.rand(shape, generator=g), -torch.rand(shape, generator=g) * 1e6
     decay = {
-        "any": -torch.rand(shape, generator=g).exponential_(0.5, generator=g),
+        "any": -torch.empty(shape).exponential_(2.0, generator=g),
         "open": open_,
         "closed": closed,
         "mixed": torch.where(torch.rand(shape, generator=g) < 0.3, closed, open_),
