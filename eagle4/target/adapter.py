@@ -50,8 +50,7 @@ class TargetAdapter:
         self._taps: dict[int, torch.Tensor] = {}
         self._packed = PackedLinears(model)
         self.mixers = RecurrentMixers(model)
-        # How recurrent mixers are called differs between versions of Transformers.
-        if self.mixers or not is_proven(model):
+        if not is_proven(model):
             probe(self)
 
     @property

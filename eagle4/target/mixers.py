@@ -8,6 +8,7 @@ submodules and parameters, whose names are fixed by its checkpoints, and `cache.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from ..cache import KVPool, RecurrentPool, StateShape
 from . import gated_delta, mamba2, short_conv
 from .attention import OutsideCallError, PackedState
 
+RECURRENT_TYPES = ("linear_attention", "conv", "hybrid")  # of a config's layer_types
 Run = Callable[[Any, torch.Tensor, PackedState], torch.Tensor]  # [1, R, hidden] in and out
 
 
@@ -55,6 +57,9 @@ class RecurrentMixers:
         decoder = model.get_decoder()
         found = (m for m in decoder.modules() if type(m).__name__ in KINDS)
         self.mixers: list[Any] = sorted(found, key=lambda mixer: mixer.layer_idx)
+        _check_complete(model, {mixer.layer_idx for mixer in self.mixers})
+        for mixer in self.mixers:
+            _check_arguments(type(model).__name__, type(mixer))
         shapes = {KINDS[type(mixer).__name__].shape(mixer) for mixer in self.mixers}
         if len(shapes) > 1:
             raise ValueError(
@@ -89,6 +94,27 @@ class RecurrentMixers:
             dtype = self.model.get_input_embeddings().weight.dtype
             pool.recurrent = RecurrentPool(self.shape, layers, dtype, weight.device)  # type: ignore
         return pool.recurrent
+
+
+def _check_complete(model: PreTrainedModel, known: set[int]) -> None:
+    """A recurrent layer that ran in its own form would mix the branches of a tree."""
+    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or []
+    missing = {layer for layer, kind in enumerate(kinds) if kind in RECURRENT_TYPES} - known
+    if missing:
+        raise ValueError(
+            f"target {type(model).__name__} does not take packed rows: the mixers of its recurrent "
+            f"layers {sorted(missing)} are none of {sorted(KINDS)}"
+        )
+
+
+def _check_arguments(target: str, mixer: type[nn.Module]) -> None:
+    """The state arrives as a keyword argument, which older versions do not hand down everywhere."""
+    parameters = inspect.signature(mixer.forward).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        raise ValueError(
+            f"target {target} cannot be a target: this version of Transformers hands no keyword "
+            f"arguments down to its {mixer.__name__}; update transformers to 5.24 or later"
+        )
 
 
 class _PackedMixer:

@@ -170,6 +170,25 @@ def test_mixers_are_transformers_own_afterwards(name):
     assert torch.equal(target(ids).logits, plain)
 
 
+def test_the_time_step_is_limited_where_transformers_limits_it():
+    """In prompts, not in decoding (Nemotron-H); a limit this high changes the text."""
+    target, inputs = zoo_hybrid.build("nemotron_h", time_step_min=0.3), zoo.prompts()["batch"]
+    expected = rows_alone(target, inputs)
+    assert expected != rows_alone(zoo_hybrid.build("nemotron_h"), inputs)
+    model = ScriptedModel(target, Mixed(expected, VOCAB, [2, 5, 0]))
+    assert generated(model, inputs, speculative=SCRIPT) == expected
+    assert generated(model, inputs, speculative=None) == expected
+
+
+def test_a_mixer_that_gets_no_arguments_is_refused(monkeypatch):
+    target = zoo_hybrid.build("lfm2")
+    mixer = type(target.model.layers[0].conv)
+    forward = mixer.forward
+    monkeypatch.setattr(mixer, "forward", lambda self, hidden_states: forward(self, hidden_states))
+    with pytest.raises(ValueError, match="no keyword arguments down to its Lfm2ShortConv; update"):
+        TargetAdapter(target)
+
+
 def test_a_multimodal_model_around_a_hybrid_is_probed():
     from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
@@ -186,9 +205,9 @@ def test_a_multimodal_model_around_a_hybrid_is_probed():
 
 
 def test_a_mixer_that_is_changed_is_refused():
-    """A subclass's own mixer would not take part; the probe sees it."""
+    """A mixer of another class has no packed form."""
     target = zoo_hybrid.build("qwen3_next")
     mixer = target.model.layers[0].linear_attn
     mixer.__class__ = type("MyOwnMixer", (type(mixer),), {})
-    with pytest.raises(ValueError, match="Qwen3NextForCausalLM.*(takes|take) packed rows"):
+    with pytest.raises(ValueError, match=r"Qwen3NextForCausalLM.*recurrent layers \[0\]"):
         TargetAdapter(target)
