@@ -3,8 +3,8 @@ Transformers' own, token for token, whatever the draft; state that leaks between
 the batch or calls; prompts around the convolution's width and the chunk size; mixers that stay
 replaced afterwards.
 
-Transformers' left-padded batches let padding into some recurrent layers, so every row is compared
-with its own unpadded `generate`.
+Every row of a batch is compared with its own unpadded `generate`, so that padding cannot play a
+part on both sides.
 """
 
 from __future__ import annotations
@@ -39,15 +39,22 @@ class Hybrid(NamedTuple):
     expected: list[list[int]]  # rows alone, unpadded, plain Transformers
 
 
+def alone(ids: list[int]) -> dict[str, torch.Tensor]:
+    """One prompt without padding; a generated token may have the padding's id."""
+    row = torch.tensor([ids])
+    return {"input_ids": row, "attention_mask": torch.ones_like(row)}
+
+
 def rows_alone(target, inputs: dict[str, Any], **kwargs: Any) -> list[list[int]]:
     """Every row's unpadded prompt and greedy continuation from its own call."""
     kwargs = {"do_sample": False, "max_new_tokens": NEW, **kwargs}
     prompts = unpadded(inputs["input_ids"], inputs)
-    return [target.generate(torch.tensor([ids]), **kwargs)[0].tolist() for ids in prompts]
+    return [target.generate(**alone(ids), **kwargs)[0].tolist() for ids in prompts]
 
 
 def generated(model, inputs: dict[str, Any], **kwargs: Any) -> list[list[int]]:
     kwargs = {"do_sample": False, "max_new_tokens": NEW, **kwargs}
+    inputs = {"attention_mask": torch.ones_like(inputs["input_ids"]), **inputs}
     return unpadded(model.generate(**inputs, **kwargs), inputs)
 
 
