@@ -1,9 +1,9 @@
 """The only per-family table: which targets take packed rows, and why others do not.
 
 ``PROVEN`` and ``HYBRID`` families are tested greedy fp32 token for token against Transformers' own
-`generate` (tests/target). ``REFUSED`` families are refused by name with what is missing. Anything else is
-probed when it is attached (probe.py): packed tree rows must reproduce plain forwards, and the
-attention calls must pass the declared windows and nothing that is not understood.
+`generate` (tests/target). ``REFUSED`` families are refused by name with what is missing. Anything
+else is probed when it is attached (probe.py): packed tree rows must reproduce plain forwards, and
+the attention calls must pass the declared windows and nothing that is not understood.
 """
 
 from __future__ import annotations
