@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..ops import TreePaths, conv_sources, tree_paths
+from ..ops import TreePaths, conv_sources
 
 if TYPE_CHECKING:
     from .step import Window
@@ -46,7 +46,7 @@ class Lineage:
 
     @cached_property
     def paths(self) -> TreePaths:
-        return tree_paths(self.ancestors_BMM)
+        return TreePaths(self.ancestors_BMM)
 
     def sources(self, width: int) -> torch.Tensor:
         """See `ops.conv_sources`."""

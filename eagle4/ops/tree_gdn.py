@@ -18,6 +18,7 @@ so a gate near 0 costs its neighbours no precision. G and K query/key heads serv
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -27,17 +28,27 @@ MOST_ROWS = 64  # rows of a tree: ancestor sets are 64-bit masks in the kernel
 _LEAST_DECAY = -1e4  # exp of it is 0; -inf would turn the sums of others into NaN
 
 
-class TreePaths(NamedTuple):
-    """Ancestry of the rows, parents before children; the same for all layers."""
+class TreePaths:
+    """Ancestry of rows, parents before children, in the forms that all layers share.
 
-    ancestors_BMM: torch.Tensor  # bool, (i, j): j is i or an ancestor of i
-    between_BPM: torch.Tensor  # float32, (i * M + j, l): row l lies on the way from j to i
+    ``ancestors_BMM``: bool, (i, j) is True when j is i or an ancestor of i.
+    """
 
+    def __init__(self, ancestors_BMM: torch.Tensor):
+        self.ancestors_BMM = ancestors_BMM
 
-def tree_paths(ancestors_BMM: torch.Tensor) -> TreePaths:
-    """What `tree_gdn` needs of a reflexive ancestor matrix."""
-    above = ancestors_BMM.unsqueeze(2) & ~ancestors_BMM.unsqueeze(1)
-    return TreePaths(ancestors_BMM, (above & ancestors_BMM.unsqueeze(3)).flatten(1, 2).float())
+    @cached_property
+    def between_BPM(self) -> torch.Tensor:
+        """float32, (i * M + j, l): 1 where row l lies on the way from j to i."""
+        ancestors = self.ancestors_BMM
+        above = ancestors.unsqueeze(2) & ~ancestors.unsqueeze(1)
+        return (above & ancestors.unsqueeze(3)).flatten(1, 2).float()
+
+    @cached_property
+    def bits_BM(self) -> torch.Tensor:
+        """int64: bit j of row i is (i, j)."""
+        row_M = torch.arange(self.ancestors_BMM.shape[1], device=self.ancestors_BMM.device)
+        return (self.ancestors_BMM.long() << row_M).sum(dim=2)
 
 
 def tree_gdn(
@@ -60,7 +71,7 @@ def tree_gdn(
         from .triton.tree_gdn import tree_gdn as kernel
 
         inputs = query_BMGK, key_BMGK, value_BMHV, decay_BMH, beta_BMH
-        return kernel(*inputs, state_SHKV, paths.ancestors_BMM, slot_B)
+        return kernel(*inputs, state_SHKV, paths, slot_B)
     rows, heads = value_BMHV.shape[1:3]
     state_BHKV = state_SHKV[: len(value_BMHV)] if slot_B is None else state_SHKV[slot_B]
     key_BHMK, query_BHMK = _heads_first(key_BMGK, heads), _heads_first(query_BMGK, heads)

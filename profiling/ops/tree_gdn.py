@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from eagle4.engine.measure import interleaved
-from eagle4.ops import advance_gdn_, tree_gdn, tree_paths
+from eagle4.ops import TreePaths, advance_gdn_, tree_gdn
 from eagle4.ops.tree_gdn import tree_gdn_reference
 from eagle4.tree import ancestor_matrix
 
@@ -51,7 +51,7 @@ def main() -> None:
     state = torch.randn(1, args.heads, args.width, args.width)
     inputs = [x.to(args.device) for x in (key, key, value, decay, beta, state)]
     state = inputs[-1]
-    paths = tree_paths(ancestor_matrix(parent.to(args.device)))
+    paths = TreePaths(ancestor_matrix(parent.to(args.device)))
     _, states = tree_gdn_reference(*inputs, parent)
     accepted = [x[:, : args.accepted].contiguous() for x in inputs[1:5]]
     scratch = state.clone()

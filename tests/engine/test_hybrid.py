@@ -1,6 +1,6 @@
 """Catches, on targets with recurrent layers: an edited conversation that goes on from the wrong
 state, caches that grow or share, speculation that a hybrid cannot use (harness, cost table,
-sampling, training).
+sampling).
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ import copy
 import pytest
 import torch
 import zoo
-from packed import Packer, chain
 from scripted import Liar, ScriptedModel, small_drafter
 from zoo import VOCAB
 
 from eagle4 import Eagle4ForCausalLM
 from eagle4.engine import home, reference
 from eagle4.engine.call import CACHE_KEYWORD
-from eagle4.training.extract import check_head, extract
 from tests.engine.compare import count_target_rows
 from tests.engine.hybrids import SCRIPT, prompt, target_of
 from tests.target.test_hybrids import generated, rows_alone
@@ -165,15 +163,3 @@ def test_sampling_repeats_with_its_seed(name, sampling):
     ]
     assert draws[0] == draws[1]
     assert sampling == "rejection" or draws[0] == draws[2]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_features_for_training_are_what_the_drafter_gets(name):
-    target = target_of(name)
-    ids = prompt(40)["input_ids"][0]
-    check_head(target, ids)
-    taps, _ = extract(target, [0, 1, 2], ids)
-    packer = Packer(target, taps=[0, 1, 2])
-    out = packer.run(chain(0, 0, ids[:-1].tolist()), is_prompt=True)
-    error = (out.features_RTH - taps.float()).abs().max()
-    assert error < 1e-2 * taps.float().abs().max()

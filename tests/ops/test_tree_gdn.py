@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from eagle4.ops import advance_gdn_, tree_gdn, tree_paths
+from eagle4.ops import TreePaths, advance_gdn_, tree_gdn
 from eagle4.ops.tree_gdn import tree_gdn_reference
 from eagle4.tree import ancestor_matrix
 
@@ -34,7 +34,7 @@ class Case(NamedTuple):
 
     @property
     def paths(self):
-        return tree_paths(ancestor_matrix(self.parent))
+        return TreePaths(ancestor_matrix(self.parent))
 
     @property
     def inputs(self):

@@ -141,6 +141,22 @@ def test_prompts_around_the_window_and_the_chunk(name, length):
 
 
 @pytest.mark.parametrize("name", KINDS)
+def test_bf16_rows_err_as_plain_bf16_does(name):
+    """Inputs and outputs of the mixers in bf16, state in float32."""
+    exact, low = zoo_hybrid.build(name), zoo_hybrid.build(name).bfloat16()
+    tokens = PROMPT + [TREE.tokens[node] for node in PATHS[0]]
+    wanted = plain_logits(exact, tokens)[-3:]
+    own = (plain_logits(low, tokens)[-3:].float() - wanted).abs().mean()
+    packer = Packer(low)
+    packer.run(chain(0, 0, PROMPT), is_prompt=True)
+    packed = packer.run(TREE).logits_RV[PATHS[0]]
+    assert packed.dtype == torch.bfloat16
+    assert (packed.float() - wanted).abs().mean() < 2 * own
+    assert packer.pool.recurrent.state_LSHKV.dtype == torch.float32
+    assert packer.pool.recurrent.conv_LSWC.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_an_eos_inside_an_accepted_block(name, depth):
     """The first row is made to stop at one of its own tokens, deep in a block."""

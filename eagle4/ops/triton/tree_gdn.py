@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
-from ..tree_gdn import MOST_ROWS
+from ..tree_gdn import MOST_ROWS, TreePaths
 
 _BLOCK_V = 32
 
@@ -112,16 +112,14 @@ def tree_gdn(
     decay_BMH: torch.Tensor,
     beta_BMH: torch.Tensor | None,
     state_SHKV: torch.Tensor,
-    ancestors_BMM: torch.Tensor,
+    paths: TreePaths,
     slot_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `ops.tree_gdn.tree_gdn`. Raises `ValueError` for more than `MOST_ROWS` rows."""
     batch, rows = value_BMHV.shape[:2]
     if rows > MOST_ROWS:
         raise ValueError(f"{rows} rows do not fit into one program; at most {MOST_ROWS} do")
-    row_M = torch.arange(rows, device=value_BMHV.device)
-    bits_BM = (ancestors_BMM.long() << row_M).sum(dim=2)
     if slot_B is None:
         slot_B = torch.arange(batch, device=value_BMHV.device)
     given = query_BMGK, key_BMGK, value_BMHV, decay_BMH, beta_BMH, state_SHKV, slot_B
-    return _launch(*(x if x is None else x.contiguous() for x in given), bits_BM)
+    return _launch(*(x if x is None else x.contiguous() for x in given), paths.bits_BM)
