@@ -55,8 +55,9 @@ def mix(
         slot_B, impl = lineage.slot_B, "triton"
     else:
         state_SHKV = state_SHKV[lineage.slots]
-    inputs = (None if x is None else step.pad(x) for x in (query_RGK, *rows))
-    return step.unpad(tree_gdn(*inputs, state_SHKV, lineage.paths, slot_B, impl))
+    rows = rows.map(step.pad)
+    out_BMHV = tree_gdn(step.pad(query_RGK), *rows, state_SHKV, lineage.paths, slot_B, impl)
+    return step.unpad(out_BMHV)
 
 
 def _lineage(step: AttentionStep) -> Lineage:
@@ -88,8 +89,10 @@ def _prompt_mix(
         end = first + count
         # Up to the snapshot, and on from there.
         for part in (slice(first, end),) if row is None else (slice(0, row), slice(row, end)):
-            inputs = (None if x is None else x[part].unsqueeze(0) for x in (*rows, query_RGK))
-            outputs.append(advance_gdn_(state_1HKV, *inputs)[0])
+            inputs = rows.map(lambda x, part=part: x[part].unsqueeze(0))
+            out_1MHV = advance_gdn_(state_1HKV, *inputs, query_RGK[part].unsqueeze(0))
+            assert out_1MHV is not None
+            outputs.append(out_1MHV[0])
             if part.stop == row:
                 pool.snapshot().state_LHKV[place] = state_1HKV[0]
     return torch.cat(outputs)

@@ -9,6 +9,7 @@ conversation go on from the nearest one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -41,6 +42,12 @@ class StateRows(NamedTuple):
     value_RHV: torch.Tensor
     decay_RH: torch.Tensor
     beta_RH: torch.Tensor | None
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> StateRows:
+        """The function's results; no beta stays none."""
+        key, value, decay, beta = self
+        beta = None if beta is None else function(beta)
+        return StateRows(function(key), function(value), function(decay), beta)
 
 
 class Snapshot(NamedTuple):
@@ -142,26 +149,27 @@ class RecurrentPool:
             self._replay_state(run, index_BN, is_row_BN)
 
     def _replay_state(self, run: slice, index_BN: torch.Tensor, is_row_BN: torch.Tensor) -> None:
-        fields = []
-        for field, parts in zip(StateRows._fields, zip(*self._ordered(), strict=True), strict=True):
-            if parts[0] is None:
-                fields.append(None)
-                continue
-            rows = torch.stack(parts)[:, index_BN]
-            if field != "key_RGK":  # a row without decay, value and beta changes nothing
-                is_row = is_row_BN.view(*is_row_BN.shape, *[1] * (rows.ndim - 3))
-                rows = rows.masked_fill(~is_row, 0)
-            fields.append(rows)
+        parts = [self.state_rows[place] for place in range(len(self.place))]
+        betas = [part.beta_RH for part in parts if part.beta_RH is not None]
+        stacked = StateRows(
+            torch.stack([part.key_RGK for part in parts]),
+            torch.stack([part.value_RHV for part in parts]),
+            torch.stack([part.decay_RH for part in parts]),
+            torch.stack(betas) if betas else None,
+        )
+
+        def along_paths(x: torch.Tensor) -> torch.Tensor:
+            # A row of zeros changes nothing.
+            is_row = is_row_BN.view(*is_row_BN.shape, *[1] * (x.ndim - 2))
+            return x[:, index_BN].masked_fill(~is_row, 0)
+
+        rows = stacked.map(along_paths)
         if run == slice(0, self.state_LSHKV.shape[1]):
-            rows = (None if field is None else field.flatten(0, 1) for field in fields)
-            advance_gdn_(self.state_LSHKV.flatten(0, 1), *rows)
+            flat = rows.map(lambda x: x.flatten(0, 1))
+            advance_gdn_(self.state_LSHKV.flatten(0, 1), *flat)
             return
         for place in range(len(self.place)):
-            rows = (None if field is None else field[place] for field in fields)
-            advance_gdn_(self.state_LSHKV[place, run], *rows)
-
-    def _ordered(self) -> list[StateRows]:
-        return [self.state_rows[place] for place in range(len(self.place))]
+            advance_gdn_(self.state_LSHKV[place, run], *rows.map(lambda x, p=place: x[p]))
 
     def snapshot(self) -> Snapshot:
         """To be filled by every layer with its state at the lineage's `snapshot_row`."""

@@ -58,16 +58,18 @@ def parents(kind: str, rows: int, rng: random.Random) -> list[int]:
     return [-1] + [rng.randrange(row) for row in range(1, rows)]
 
 
-def make(kind: str, rows: int, seed: int, gates: str = "any", has_beta: bool = True) -> Case:
+def make(
+    kind: str, rows: int, seed: int, gates: str = "any", has_beta: bool = True, batch: int = BATCH
+) -> Case:
     """Random inputs; keys of length 1 that are often alike, as trained ones are."""
     rng, g = random.Random(seed), torch.Generator().manual_seed(seed)
-    parent = torch.tensor([parents(kind, rows, rng) for _ in range(BATCH)])
+    parent = torch.tensor([parents(kind, rows, rng) for _ in range(batch)])
 
     def normal(*shape):
         return torch.randn(shape, generator=g)
 
-    shape = (BATCH, rows, HEADS)
-    key = normal(BATCH, rows, GROUPS, KEY) + 2 * normal(BATCH, 1, GROUPS, KEY)
+    shape = (batch, rows, HEADS)
+    key = normal(batch, rows, GROUPS, KEY) + 2 * normal(batch, 1, GROUPS, KEY)
     open_, closed = -1e-7 * torch.rand(shape, generator=g), -torch.rand(shape, generator=g) * 1e6
     decay = {
         "any": -torch.empty(shape).exponential_(2.0, generator=g),
@@ -77,12 +79,12 @@ def make(kind: str, rows: int, seed: int, gates: str = "any", has_beta: bool = T
         "shut": torch.where(torch.rand(shape, generator=g) < 0.3, -torch.inf, open_),
     }[gates]
     return Case(
-        normal(BATCH, rows, GROUPS, KEY),
+        normal(batch, rows, GROUPS, KEY),
         key / key.norm(dim=-1, keepdim=True),
-        normal(BATCH, rows, HEADS, VALUE),
+        normal(batch, rows, HEADS, VALUE),
         decay,
         torch.rand(shape, generator=g) * 1.9 if has_beta else None,
-        normal(BATCH, HEADS, KEY, VALUE),
+        normal(batch, HEADS, KEY, VALUE),
         parent,
     )
 
@@ -175,13 +177,13 @@ def test_inputs_in_bf16_are_computed_in_float32():
 # -- the kernel ----------------------------------------------------------------------------------
 
 
-def compare(cases: int, device: str = "cpu") -> float:
+def compare(cases: int, batch: int, device: str = "cpu") -> float:
     """Largest excess of the kernel over random cases, extreme gates among them."""
     worst = 0.0
     for seed in range(cases):
         rng = random.Random(seed)
         gates = rng.choice(["any", "mixed", "shut"])
-        case = make(KINDS[seed % 4], rng.randint(1, 20), seed, gates, seed % 3 > 0)
+        case = make(KINDS[seed % 4], rng.randint(1, 20), seed, gates, seed % 3 > 0, batch)
         moved = Case(*(x if x is None else x.to(device) for x in case))
         out = moved.closed("triton").cpu()
         assert torch.isfinite(out).all()
@@ -191,7 +193,7 @@ def compare(cases: int, device: str = "cpu") -> float:
 
 def test_the_kernel_agrees_under_the_interpreter():
     root = Path(__file__).resolve().parents[2]
-    program = "from tests.ops.test_tree_gdn import compare; print(compare(12))"
+    program = "from tests.ops.test_tree_gdn import compare; print(compare(6, 1))"
     done = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
@@ -208,8 +210,15 @@ def test_the_kernel_agrees_under_the_interpreter():
     assert float(done.stdout) < 16
 
 
-@pytest.mark.parametrize("capability", [90, 100])
-@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize(
+    ("capability", "rows"),
+    [
+        (90, 32),
+        (100, 16),
+        pytest.param(90, 64, marks=pytest.mark.slow),
+        pytest.param(100, 64, marks=pytest.mark.slow),
+    ],
+)
 def test_the_kernel_compiles_for_gpus_that_are_not_here(capability, rows):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
@@ -236,4 +245,4 @@ def test_a_tree_that_does_not_fit_into_a_program_is_refused():
 
 @pytest.mark.cuda
 def test_the_kernel_agrees_on_the_device():
-    assert compare(200, "cuda") < 16
+    assert compare(200, 4, "cuda") < 16

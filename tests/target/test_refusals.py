@@ -27,7 +27,8 @@ REFUSED = {
     "mamba2": (_MAMBA2, "recurrent layers alone"),
     "zamba2": (_ZAMBA2, "recurrent layers have no packed form.*'qwen3_next'"),
     "minimax": (
-        {"num_local_experts": 2, "layer_types": ["linear_attention", "full_attention"] * 2},
+        {"num_local_experts": 2, "layer_types": ["linear_attention", "full_attention"] * 2}
+        | {"num_hidden_layers": 4},
         r"layer types \['linear_attention'\]",
     ),
     "llama4_text": (

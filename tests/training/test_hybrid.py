@@ -10,9 +10,9 @@ from eagle4.training.trainer import TrainConfig, Trainer
 from tests.training.small import TAPS, VOCAB, tiny_drafter, tiny_store
 
 TRAINING = TrainConfig(
-    steps=80,
+    steps=50,
     batch_size=2,
-    num_anchors=16,
+    num_anchors=12,
     num_depths=3,
     num_frequent=16,
     num_sampled=8,
@@ -40,7 +40,7 @@ def test_features_are_what_the_drafter_gets():
 
 def test_a_drafter_that_learned_a_text_drafts_it(tmp_path):
     target = hybrid()
-    store = tiny_store(tmp_path / "store", target, num_sequences=1, length=48)
+    store = tiny_store(tmp_path / "store", target, num_sequences=1, length=32)
     ids = store[0].ids.long()
     check_head(target, ids)
     trainer = Trainer(tiny_drafter(target), store, tmp_path / "run", TRAINING)
@@ -48,6 +48,6 @@ def test_a_drafter_that_learned_a_text_drafts_it(tmp_path):
     model = Eagle4ForCausalLM(target, trainer.drafter)
     start = {"input_ids": ids[None, :8], "attention_mask": torch.ones(1, 8, dtype=torch.int64)}
     speculative = {"max_depth": 3, "harness": False}
-    out = model.generate(**start, speculative=speculative, max_new_tokens=40)
+    out = model.generate(**start, speculative=speculative, max_new_tokens=24)
     assert out[0].tolist() == ids.tolist()
     assert model.last_speculation.accept_length > 3

@@ -19,8 +19,8 @@ _BLOCK_V = 32
 
 @triton.jit
 def _product(left, right):
-    """float32 without the shorter mantissas of tensor cores."""
-    return tl.dot(left, right, input_precision="ieee")
+    """float32 from three products of tensor cores."""
+    return tl.dot(left, right, input_precision="tf32x3")
 
 
 @triton.jit
@@ -121,5 +121,8 @@ def tree_gdn(
         raise ValueError(f"{rows} rows do not fit into one program; at most {MOST_ROWS} do")
     if slot_B is None:
         slot_B = torch.arange(batch, device=value_BMHV.device)
-    given = query_BMGK, key_BMGK, value_BMHV, decay_BMH, beta_BMH, state_SHKV, slot_B
-    return _launch(*(x if x is None else x.contiguous() for x in given), paths.bits_BM)
+    beta_BMH = None if beta_BMH is None else beta_BMH.contiguous()
+    return _launch(
+        *(query_BMGK.contiguous(), key_BMGK.contiguous(), value_BMHV.contiguous()),
+        *(decay_BMH.contiguous(), beta_BMH, state_SHKV.contiguous(), slot_B, paths.bits_BM),
+    )
