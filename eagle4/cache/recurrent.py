@@ -126,29 +126,27 @@ class RecurrentPool:
     def settle(self) -> None:
         """Replay the accepted rows. The state then holds `lengths` tokens of every sequence."""
         accepted, self._accepted = dict(sorted(self._accepted.items())), {}
-        if not accepted:
-            return
-        slots = as_slice(list(accepted))
-        runs = [slots] if isinstance(slots, slice) else [slice(s, s + 1) for s in accepted]
-        for run in runs:
-            self._replay(run, [accepted[s] for s in range(run.start, run.stop)])
+        if accepted:
+            self._replay(as_slice(list(accepted)), list(accepted.values()))
 
-    def _replay(self, run: slice, paths: list[list[int]]) -> None:
+    def _replay(self, slots: slice | list[int], paths: list[list[int]]) -> None:
         device = self.conv_LSWC.device
         count_B = torch.tensor([len(path) for path in paths], device=device)
         most = max(len(path) for path in paths)
         index_BN = torch.tensor([path + path[:1] * (most - len(path)) for path in paths])
         index_BN = index_BN.to(device)
         conv_LBNC = torch.stack([self.conv_rows[p] for p in range(len(self.place))])[:, index_BN]
-        both_LBNC = torch.cat([self.conv_LSWC[:, run], conv_LBNC], dim=2)
+        both_LBNC = torch.cat([self.conv_LSWC[:, slots], conv_LBNC], dim=2)
         last_BW = count_B[:, None] + torch.arange(self.shape.width - 1, device=device)
         last_LBWC = last_BW[None, :, :, None].expand(len(self.place), -1, -1, self.shape.channels)
-        self.conv_LSWC[:, run] = both_LBNC.gather(2, last_LBWC)
+        self.conv_LSWC[:, slots] = both_LBNC.gather(2, last_LBWC)
         if self.shape.heads:
             is_row_BN = torch.arange(most, device=device) < count_B[:, None]
-            self._replay_state(run, index_BN, is_row_BN)
+            self._replay_state(slots, index_BN, is_row_BN)
 
-    def _replay_state(self, run: slice, index_BN: torch.Tensor, is_row_BN: torch.Tensor) -> None:
+    def _replay_state(
+        self, slots: slice | list[int], index_BN: torch.Tensor, is_row_BN: torch.Tensor
+    ) -> None:
         parts = [self.state_rows[place] for place in range(len(self.place))]
         betas = [part.beta_RH for part in parts if part.beta_RH is not None]
         stacked = StateRows(
@@ -163,13 +161,14 @@ class RecurrentPool:
             is_row = is_row_BN.view(*is_row_BN.shape, *[1] * (x.ndim - 2))
             return x[:, index_BN].masked_fill(~is_row, 0)
 
-        rows = stacked.map(along_paths)
-        if run == slice(0, self.state_LSHKV.shape[1]):
-            flat = rows.map(lambda x: x.flatten(0, 1))
-            advance_gdn_(self.state_LSHKV.flatten(0, 1), *flat)
+        rows = stacked.map(along_paths).map(lambda x: x.flatten(0, 1))
+        # In place when all sequences take part; otherwise through a copy of those that do.
+        if slots == slice(0, self.state_LSHKV.shape[1]):
+            advance_gdn_(self.state_LSHKV.flatten(0, 1), *rows)
             return
-        for place in range(len(self.place)):
-            advance_gdn_(self.state_LSHKV[place, run], *rows.map(lambda x, p=place: x[p]))
+        state_LBHKV = self.state_LSHKV[:, slots].contiguous()
+        advance_gdn_(state_LBHKV.flatten(0, 1), *rows)
+        self.state_LSHKV[:, slots] = state_LBHKV
 
     def snapshot(self) -> Snapshot:
         """To be filled by every layer with its state at the lineage's `snapshot_row`."""

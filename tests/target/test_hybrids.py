@@ -128,7 +128,7 @@ KINDS = ("qwen3_next", "bamba", "lfm2")
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("length", [1, 2, 3, 4, 63, 64, 65, 130])
+@pytest.mark.parametrize("length", [1, 3, 4, 65, 130])
 def test_prompts_around_the_window_and_the_chunk(name, length):
     target = zoo_hybrid.build(name)
     generator = torch.Generator().manual_seed(length)
@@ -157,7 +157,7 @@ def test_bf16_rows_err_as_plain_bf16_does(name):
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("depth", [0, 3])
 def test_an_eos_inside_an_accepted_block(name, depth):
     """The first row is made to stop at one of its own tokens, deep in a block."""
     target, inputs = zoo_hybrid.build(name), zoo.prompts()["batch"]
