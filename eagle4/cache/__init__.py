@@ -7,11 +7,12 @@ what plain decoding leaves; drafted rows live behind the committed prefix until 
 Recurrent state is that of the committed tokens; drafted rows never touch it.
 """
 
+from .layer import LayerStep, attend_layer
 from .mixing import convolve, mix
 from .pages import PageTable
 from .pool import KVPool
 from .recurrent import RecurrentPool, StateRows, StateShape
 from .step import AttentionStep, Window, attend, build_step
 
-__all__ = ["AttentionStep", "KVPool", "PageTable", "RecurrentPool", "StateRows", "StateShape"]
-__all__ += ["Window", "attend", "build_step", "convolve", "mix"]
+__all__ = ["AttentionStep", "KVPool", "LayerStep", "PageTable", "RecurrentPool", "StateRows"]
+__all__ += ["StateShape", "Window", "attend", "attend_layer", "build_step", "convolve", "mix"]

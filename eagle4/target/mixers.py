@@ -9,7 +9,7 @@ submodules and parameters, whose names are fixed by its checkpoints, and `cache.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -70,6 +70,11 @@ class RecurrentMixers:
 
     def __bool__(self) -> bool:
         return bool(self.mixers)
+
+    def others(self, blocks: Iterable[nn.Module]) -> list[nn.Module]:
+        """The blocks without a recurrent mixer, which only need their own share of a step."""
+        own = set(self.mixers)
+        return [block for block in blocks if not own.intersection(block.modules())]
 
     @contextmanager
     def active(self) -> Iterator[None]:

@@ -163,3 +163,14 @@ def test_sampling_repeats_with_its_seed(name, sampling):
     ]
     assert draws[0] == draws[1]
     assert sampling == "rejection" or draws[0] == draws[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1"])
+def test_compiled_blocks_leave_recurrent_ones_alone(name):
+    """Blocks of attention alone are compiled, the others keep the state of the whole step."""
+    target, inputs = target_of(name), zoo.prompts()["batch"]
+    model = Eagle4ForCausalLM(target, small_drafter(target), compile="on")
+    expected = rows_alone(target, inputs, max_new_tokens=12)
+    assert generated(model, inputs, speculative=SCRIPT, max_new_tokens=12) == expected
+    assert not model.last_speculation.fallbacks
