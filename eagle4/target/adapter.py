@@ -21,6 +21,7 @@ from ..parallel import VocabShard
 from . import attention
 from .blocks import RunBlock, replaced
 from .families import check_target, is_proven
+from .mixers import RecurrentMixers
 from .probe import probe
 
 
@@ -51,6 +52,7 @@ class TargetAdapter:
         self._taps: dict[int, torch.Tensor] = {}
         self._packed = PackedLinears(model)
         self.vocab: VocabShard | None = None
+        self.mixers = RecurrentMixers(model)
         if not is_proven(model):
             probe(self)
 
@@ -84,9 +86,14 @@ class TargetAdapter:
         try:
             for config in configs:
                 config._attn_implementation = attention.NAME
-            local = nullcontext() if self.vocab is None else self.vocab.local()
-            blocks = replaced(self.blocks, run_block)
-            with self.evaluating(), self._packed.active(), blocks, local:
+            blocks = self.mixers.others(self.blocks)
+            with (
+                self.evaluating(),
+                self._packed.active(),
+                self.mixers.active(),
+                replaced(blocks, run_block),
+                nullcontext() if self.vocab is None else self.vocab.local(),
+            ):
                 yield self
         finally:
             for handle in handles:
@@ -128,6 +135,10 @@ class TargetAdapter:
         ``calls``, when given, is filled with what every layer's attention call carried.
         """
         self._taps.clear()
+        recurrent = self.mixers.state_of(pool) if self.mixers else None
+        if recurrent is not None:
+            assert step.lineage is not None
+            recurrent.begin(step.lineage)
         kwargs: dict = {attention.KEYWORD: attention.PackedState(step, pool, calls)}
         if keep is not None and self._keeps_logits:
             kwargs["logits_to_keep"] = keep
@@ -143,6 +154,8 @@ class TargetAdapter:
             return_dict=True,
             **kwargs,
         )
+        if recurrent is not None:
+            recurrent.finish()
         logits = out.logits[0]
         if keep is not None and not self._keeps_logits:
             logits = logits[keep]
