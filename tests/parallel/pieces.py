@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import zoo
+import zoo_hybrid
 from scripted import small_drafter
 
 from eagle4 import Eagle4ForCausalLM
@@ -72,6 +73,23 @@ def families(ranks: Ranks, names: list[str]) -> dict[str, float | str]:
         parameters = [sum(p.numel() for p in m.parameters()) for m in (split, whole)]
         assert parameters[0] < parameters[1], name
         found[name] = float((wanted - got).abs().max() / wanted.std())
+    return found
+
+
+def hybrids(ranks: Ranks | None, names: list[str]) -> dict[str, Any]:
+    """Ids of targets with recurrent layers, or why they are refused."""
+    found: dict[str, Any] = {}
+    for name in names:
+        target = zoo_hybrid.build(name)
+        model = Eagle4ForCausalLM(target, small_drafter(target))
+        try:
+            model = model if ranks is None else model.shard(ranks)
+        except ValueError as error:
+            found[name] = str(error)
+            continue
+        speculative = {"harness": False, "max_depth": 2, "max_nodes": 6}
+        kwargs = {"max_new_tokens": 8, "do_sample": False, "speculative": speculative}
+        found[name] = model.generate(**prompt([4, 3]), **kwargs).tolist()
     return found
 
 

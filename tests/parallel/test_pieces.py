@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 import zoo
+import zoo_hybrid
 from scripted import small_drafter
 
 from eagle4 import Eagle4ForCausalLM
@@ -42,9 +43,17 @@ def test_every_family_gives_its_logits_or_is_refused():
     assert len(errors) >= 18 and max(errors.values()) < 1e-4, errors
 
 
-@pytest.mark.parametrize("size", [4])
-def test_a_split_drafter_proposes_what_the_whole_one_does(size):
-    errors = same_everywhere(run_world(size, pieces.drafters))
+def test_hybrids_answer_as_on_one_process_or_are_refused():
+    names = sorted(zoo_hybrid.HYBRIDS)
+    wanted = pieces.hybrids(None, names)
+    found = same_everywhere(run_world(2, pieces.hybrids, names))
+    refused = {name for name in names if "no tensor-parallel plan" in found[name]}
+    assert refused == {n for n in names if n.startswith(("bamba", "falcon_h1"))} | {"lfm2"}
+    assert all(found[name] == wanted[name] for name in set(names) - refused)
+
+
+def test_a_split_drafter_proposes_what_the_whole_one_does():
+    errors = same_everywhere(run_world(4, pieces.drafters))
     assert max(errors.values()) < 1e-5, errors
 
 
