@@ -1,4 +1,4 @@
-"""`eagle4 data`, `eagle4 train` and `eagle4 convert`: everything that makes a drafter."""
+"""`eagle4 train` and `eagle4 convert`: everything that makes a drafter of stored features."""
 
 from __future__ import annotations
 
@@ -9,46 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig
 
 from ..config import Eagle4Config, structural_keys
 from ..drafter import Eagle4Drafter
-from ..drafter.pairing import tokenizer_fingerprint
 from .common import load_target
-
-RESPONSES, FEATURES = "responses.jsonl", "features"
-
-
-def data(args: Namespace) -> int:
-    """Let the target answer prompts and store its features. Both parts resume."""
-    from ..training import FeatureWriter
-    from ..training.data import read_prompts, regenerate, synthesize_prompts, training_sequences
-    from ..training.extract import build_store
-    from ..training.features import target_identity
-
-    if not args.prompts and not args.synthesize:
-        raise ValueError("no prompts: pass --prompts FILE, --synthesize N, or both")
-    target, tokenizer, _ = load_target(args)
-    folder = Path(args.out)
-    prompts = list(read_prompts(args.prompts or [], tokenizer))[: args.limit]
-    if args.synthesize:
-        prompts += synthesize_prompts(target, tokenizer, args.synthesize, seed=args.seed)
-    regenerate(
-        target,
-        tokenizer,
-        prompts,
-        folder / RESPONSES,
-        max_new_tokens=args.max_new_tokens,
-        batch_size=args.batch_size,
-        seed=args.seed,
-    )
-    taps = args.tap_layers or Eagle4Config.for_target(target.config).tap_layers
-    identity = target_identity(target.config, taps, tokenizer_fingerprint(tokenizer))
-    with FeatureWriter(folder / FEATURES, identity) as writer:
-        unusable = build_store(target, taps, writer, training_sequences(folder / RESPONSES))
-        counts = {name: writer.manifest[name] for name in ("num_sequences", "num_supervised")}
-    print(json.dumps({"command": "data", "out": args.out, **counts, "unusable": unusable}))
-    return 0
+from .data import FEATURES
 
 
 def train(args: Namespace) -> int:
@@ -65,9 +32,20 @@ def train(args: Namespace) -> int:
     args.dtype = "float32"
     target, tokenizer, _ = load_target(args)
     overrides = parse_settings(args.drafter_set, sorted(structural_keys()), "--drafter-set")
+    init = None
+    if args.init is not None:
+        if overrides:
+            raise ValueError("--drafter-set and --init exclude each other: a drafter has its shape")
+        init = Eagle4Drafter.from_pretrained(args.init, dtype=torch.float32)
     drafter_config = Eagle4Config.for_target(target.config, tap_layers=taps, **overrides)
     _, metrics = train_drafter(
-        target, tokenizer, features, args.out, drafter_config=drafter_config, config=config
+        target,
+        tokenizer,
+        features,
+        args.out,
+        drafter_config=drafter_config,
+        config=config,
+        init=init,
     )
     out = str(Path(args.out) / "drafter")
     print(json.dumps({"command": "train", "out": out, "metrics": metrics}))

@@ -16,7 +16,7 @@ import torch
 
 from ..config import Eagle4Config
 from ..drafter.model import Eagle4Drafter
-from ..drafter.pairing import tokenizer_fingerprint
+from ..drafter.pairing import check_pair, tokenizer_fingerprint
 from .candidates import (
     candidate_recall,
     draft_states,
@@ -38,25 +38,31 @@ def train_drafter(
     drafter_config: Eagle4Config | None = None,
     config: TrainConfig | None = None,
     candidates: CandidateConfig | None = None,
+    init: Eagle4Drafter | None = None,
 ) -> tuple[Eagle4Drafter, dict[str, Any]]:
     """Train (or resume) a drafter for a target; returns it with its held-out metrics.
 
-    ``drafter_config`` None: `Eagle4Config.for_target`. Raises `ValueError` when the store belongs
-    to another target, tokenizer or choice of tapped layers.
+    ``init``: a drafter whose weights are the start (continued training; the optimiser is fresh),
+    else random weights of ``drafter_config`` (None: `Eagle4Config.for_target`). Raises `ValueError`
+    when the store belongs to another target, tokenizer or choice of tapped layers.
     """
     config, folder = config or TrainConfig(), Path(folder)
     fingerprint = tokenizer_fingerprint(tokenizer) if tokenizer is not None else None
-    drafter_config = drafter_config or Eagle4Config.for_target(target.config)
+    torch.manual_seed(config.seed)
+    if init is None:
+        drafter = Eagle4Drafter(drafter_config or Eagle4Config.for_target(target.config))
+    else:
+        check_pair(init.config, target.config, tokenizer)
+        drafter = init.to(torch.float32)
+    drafter_config = drafter.config
     drafter_config.tokenizer_fingerprint = fingerprint
     identity = target_identity(target.config, drafter_config.tap_layers, fingerprint)
     store = FeatureStore(store_folder, identity)
-    torch.manual_seed(config.seed)
-    drafter = Eagle4Drafter(drafter_config)
     drafter.bind(target.get_input_embeddings(), target.get_output_embeddings())
-    if drafter_config.candidate_rank:
+    if drafter_config.candidate_rank and init is None:
         # saved checkpoints must draft before the second stage, too
         init_candidate_head(drafter)
-    trainer = Trainer(drafter, store, folder, config)
+    trainer = Trainer(drafter, store, folder, config, is_continued=init is not None)
     metrics = trainer.train()
     if drafter_config.candidate_rank:
         metrics["candidate_recall"] = fit_candidate_head(trainer, candidates or CandidateConfig())
@@ -82,7 +88,8 @@ def fit_candidate_head(trainer: Trainer, config: CandidateConfig) -> dict[str, l
     batches = trainer.sampler.epoch(10**9)
     train = torch.cat(states([run for batch in batches for run in batch][: config.num_runs]))
     held_out = states(held_out_runs(store, trainer.held_out, num_anchors))
-    init_candidate_head(drafter, train if config.init == "weighted" else None)
+    if config.init != "keep":
+        init_candidate_head(drafter, train if config.init == "weighted" else None)
     recall = {config.init: candidate_recall(drafter, held_out)}
     if config.steps:
         train_candidate_head(drafter, train, config, trainer.frequent[: config.num_frequent])

@@ -62,9 +62,10 @@ class TrainConfig:
 class CandidateConfig:
     """How the candidate head is fitted to a trained drafter.
 
-    ``init``: ``"weighted"`` by the drafter's own states, or ``"plain"`` truncated SVD. Then
-    ``steps`` steps of ``rows`` states minimise the KL from the full head; ``num_runs`` runs of the
-    training data give the states, ``num_depths`` deep (serving drafts deeper than training).
+    ``init``: ``"weighted"`` by the drafter's own states, ``"plain"`` truncated SVD, or ``"keep"``
+    what the drafter has (continued training). Then ``steps`` steps of ``rows`` states minimise the
+    KL from the full head; ``num_runs`` runs of the training data give the states, ``num_depths``
+    deep (serving drafts deeper than training).
     """
 
     init: str = "weighted"
@@ -78,5 +79,5 @@ class CandidateConfig:
     seed: int = 0
 
     def __post_init__(self):
-        if self.init not in ("weighted", "plain"):
-            raise ValueError(f"init must be 'weighted' or 'plain', got {self.init!r}")
+        if self.init not in ("weighted", "plain", "keep"):
+            raise ValueError(f"init must be 'weighted', 'plain' or 'keep', got {self.init!r}")

@@ -44,6 +44,7 @@ class Trainer:
         store: FeatureStore,
         folder: str | os.PathLike,
         config: TrainConfig | None = None,
+        is_continued: bool = False,
     ):
         if drafter.config.own_lm_head:
             raise ValueError(
@@ -52,6 +53,7 @@ class Trainer:
             )
         self.drafter, self.store, self.folder = drafter, store, Path(folder)
         self.config = config or TrainConfig()
+        self.is_continued = is_continued
         self.folder.mkdir(parents=True, exist_ok=True)
         self.params = {n: p for n, p in drafter.named_parameters() if not _is_frozen(n)}
         for name, param in drafter.named_parameters():
@@ -168,6 +170,8 @@ class Trainer:
         self.resume()
         bar = tqdm(total=self.config.steps, initial=self.state.step, mininterval=10, desc="train")
         held_out = self._held_out_batches()
+        if self.is_continued and held_out and self.state.step == 0:
+            self.evaluate(held_out)  # what has to be beaten
         while self.progress < 1:
             logged = self.step()
             bar.update()
