@@ -7,6 +7,7 @@ import json
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import tiny
@@ -143,7 +144,10 @@ def test_from_prompts_to_a_drafter_that_generates(folders, tmp_path, capsys):
     words += ["--max-new-tokens", "24", "--limit", "6", "--batch-size", "3"]
     assert main(words) == 0
     first = last_line(capsys)
-    assert first["num_sequences"] == 6 and first["unusable"] == 0
+    # answers of fewer than four tokens teach nothing and are left out
+    assert 4 <= first["num_sequences"] <= 6 and first["unusable"] == 0
+    manifest = json.loads((tmp_path / "data" / "manifest.json").read_text())
+    assert manifest["statistics"]["sequences"] == first["num_sequences"]
     assert main(words) == 0 and last_line(capsys) == first, "a second call finds everything there"
 
     words = ["train", *folders[:2], "--data", data, "--out", run, "--steps", "2"]
@@ -153,6 +157,9 @@ def test_from_prompts_to_a_drafter_that_generates(folders, tmp_path, capsys):
         words += ["--drafter-set", setting]
     assert main(words) == 0
     trained = last_line(capsys)["out"]
+    words = ["train", *folders[:2], "--data", data, "--out", run + "2", "--init", trained]
+    assert main([*words, "--steps", "1", "--set", "num_anchors=4", "--set", "lr=0.0001"]) == 0
+    assert Path(last_line(capsys)["out"]).is_dir()
     assert Eagle4Drafter.from_pretrained(trained).config.intermediate_size == 48
     words = ["generate", *folders[:2], "--drafter", trained, "--prompt", "w1", "--max-new-tokens"]
     assert main([*words, "4"]) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,34 +22,94 @@ from .data import FEATURES
 def train(args: Namespace) -> int:
     """Train (or resume) a drafter on what `eagle4 data` wrote."""
     from ..training import FeatureStore, TrainConfig, train_drafter
+    from ..training.settings import CandidateConfig
 
-    names = [field.name for field in dataclasses.fields(TrainConfig)]
     given = {"steps": args.steps, "max_minutes": args.max_minutes, "seed": args.seed}
-    given = {name: value for name, value in given.items() if value is not None}
-    config = TrainConfig(**{**given, **parse_settings(args.set, names, "--set")})
+    config = _settings(TrainConfig, given, args.set, "--set")
+    candidates = _settings(CandidateConfig, {}, args.candidate_set, "--candidate-set")
     features = Path(args.data) / FEATURES
     taps = FeatureStore(features).manifest["target"]["tap_layers"]
     # The drafter borrows embedding and LM head; in fp32 the losses see what they are.
-    args.dtype = "float32"
+    args.dtype, args.device = "float32", args.device or _own_device()
     target, tokenizer, _ = load_target(args)
-    overrides = parse_settings(args.drafter_set, sorted(structural_keys()), "--drafter-set")
-    init = None
-    if args.init is not None:
-        if overrides:
-            raise ValueError("--drafter-set and --init exclude each other: a drafter has its shape")
-        init = Eagle4Drafter.from_pretrained(args.init, dtype=torch.float32)
-    drafter_config = Eagle4Config.for_target(target.config, tap_layers=taps, **overrides)
+    drafter_config, init = _start(args, target, taps)
+    if args.sweep:
+        return _sweep(args, target, init, features, config, candidates)
+    if args.dry_run:
+        return _dry_run(args, target, drafter_config, features, config)
     _, metrics = train_drafter(
-        target,
-        tokenizer,
-        features,
-        args.out,
+        *(target, tokenizer, features, args.out),
         drafter_config=drafter_config,
         config=config,
+        candidates=candidates,
         init=init,
     )
     out = str(Path(args.out) / "drafter")
     print(json.dumps({"command": "train", "out": out, "metrics": metrics}))
+    return 0
+
+
+def _settings(kind: Any, given: dict[str, Any], pairs: Sequence[str], option: str) -> Any:
+    names = [field.name for field in dataclasses.fields(kind)]
+    given = {name: value for name, value in given.items() if value is not None}
+    return kind(**{**given, **parse_settings(pairs, names, option)})
+
+
+def _own_device() -> str:
+    """One GPU per process where there are some."""
+    count = torch.cuda.device_count()
+    return f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % count}" if count else "cpu"
+
+
+def _start(
+    args: Namespace, target: Any, taps: list[int]
+) -> tuple[Eagle4Config, Eagle4Drafter | None]:
+    """The drafter's form, and the drafter that training starts from."""
+    from ..training.warm_start import goal_config
+
+    overrides = parse_settings(args.drafter_set, sorted(structural_keys()), "--drafter-set")
+    if args.init is None:
+        return Eagle4Config.for_target(target.config, tap_layers=taps, **overrides), None
+    init = Eagle4Drafter.from_pretrained(
+        args.init, dtype=torch.float32, target_config=target.config
+    )
+    return goal_config(init.config, **overrides), init
+
+
+def _sweep(
+    args: Namespace, target: Any, init: Any, features: Path, config: Any, candidates: Any
+) -> int:
+    """Candidate heads of several ranks for a trained drafter: recall against cost."""
+    from ..training import FeatureStore
+    from ..training.recipe import start_drafter
+    from ..training.sweep import as_table, sweep
+    from ..training.trainer import Trainer
+
+    if init is None:
+        raise ValueError("--sweep compares candidate heads of a trained drafter; pass it as --init")
+    ranks = [int(word) for word in args.sweep.split(",")]
+    store = FeatureStore(features)
+    drafter = start_drafter(target, init.config, store, config, init)
+    trainer = Trainer(drafter, store, Path(args.out), config)
+    counts = [init.config.num_candidates]
+    points = sweep(trainer, drafter, ranks, counts, candidates)
+    print(as_table(points))
+    records = [{**point._asdict(), "speedup": point.speedup} for point in points]
+    print(json.dumps({"command": "train", "sweep": records}))
+    return 0
+
+
+def _dry_run(
+    args: Namespace, target: Any, drafter_config: Eagle4Config, features: Path, config: Any
+) -> int:
+    """Counts, memory and time of a run that is not made."""
+    from ..training import FeatureStore
+    from ..training.estimate import estimate
+
+    found = estimate(target, drafter_config, FeatureStore(features), config)
+    for name, value in found.items():
+        print(f"{name:24} {value:,}" if isinstance(value, int) else f"{name:24} {value}")
+    print(json.dumps({"command": "train", "dry_run": True, **found}))
     return 0
 
 

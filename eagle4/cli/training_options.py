@@ -94,8 +94,8 @@ def train_command(commands) -> None:
     parser.add_argument(
         "--init",
         metavar="MODEL",
-        help="start from this drafter's weights (the optimiser is fresh); a third of the usual lr "
-        "is a good start",
+        help="start from this drafter (EAGLE-3, 3.1 or EAGLE-4), mapped to the EAGLE-4 form; the "
+        "optimiser is fresh, and a third of the usual lr is a good start",
     )
     parser.add_argument("--steps", type=int, metavar="N", help="optimiser steps")
     parser.add_argument("--max-minutes", type=float, metavar="T", help="end the run by the clock")
@@ -114,8 +114,26 @@ def train_command(commands) -> None:
         metavar="KEY=VALUE",
         help="any field of Eagle4Config, for example intermediate_size=3072",
     )
+    parser.add_argument(
+        "--candidate-set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="any field of CandidateConfig, for example init=both",
+    )
+    parser.add_argument(
+        "--sweep",
+        metavar="RANKS",
+        help="do not train: fit candidate heads of these ranks (32,64,128) to the drafter of "
+        "--init and print recall against measured cost",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print counts, memory and time of the run instead of making it",
+    )
+    parser.add_argument("--device", help="cpu, cuda, ... (default: this process's GPU, or cpu)")
     target_option(parser)
-    parser.set_defaults(device="cpu")
 
 
 def convert_command(commands) -> None:

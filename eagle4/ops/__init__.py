@@ -1,10 +1,11 @@
 """Operators with a torch reference that is the specification. Kernels live in `ops.triton`."""
 
 from .block_topk import block_topk
+from .divergence import divergence
 from .next_level import best_offer, choose_nodes
 from .packing import PackedLinears
 from .precision import has_fast_bf16
 from .tree_attention import fold_visible, tree_attention
 
 __all__ = ["PackedLinears", "best_offer", "block_topk", "choose_nodes", "fold_visible"]
-__all__ += ["has_fast_bf16", "tree_attention"]
+__all__ += ["divergence", "has_fast_bf16", "tree_attention"]
