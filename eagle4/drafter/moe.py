@@ -29,7 +29,6 @@ class Router(nn.Module):
     """Chooses experts and their weights; counts its choices while gradients are recorded."""
 
     e_score_correction_bias: torch.Tensor
-    load_E: torch.Tensor
 
     def __init__(self, config: Eagle4Config):
         super().__init__()
@@ -37,9 +36,8 @@ class Router(nn.Module):
         self.is_normalised = config.norm_topk_prob
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         nn.init.normal_(self.weight, std=_STD)
-        zeros = torch.zeros(config.num_experts)
-        self.register_buffer("e_score_correction_bias", zeros)
-        self.register_buffer("load_E", zeros.clone(), persistent=False)
+        self.register_buffer("e_score_correction_bias", torch.zeros(config.num_experts))
+        self.loads: list[torch.Tensor] = []  # choices of every expert, by forward
         self.balance_terms: list[torch.Tensor] = []  # mean router probabilities, with gradient
 
     def forward(self, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,16 +50,15 @@ class Router(nn.Module):
         if self.is_normalised:
             weight_RK = weight_RK / (weight_RK.sum(-1, keepdim=True) + 1e-20)
         if torch.is_grad_enabled():
-            self.load_E += torch.zeros_like(self.load_E).scatter_add_(
-                0, expert_RK.flatten(), torch.ones_like(weight_RK.detach()).flatten()
-            )
+            self.loads.append(torch.bincount(expert_RK.flatten(), minlength=len(self.weight)))
             self.balance_terms.append(logits_RE.softmax(-1).mean(0))
         return expert_RK, weight_RK * self.scale
 
     def take_load(self) -> torch.Tensor:
         """Choices of every expert since the last call."""
-        load_E = self.load_E.clone()
-        self.load_E.zero_()
+        zeros = torch.zeros(1, len(self.weight), device=self.weight.device)
+        load_E = torch.cat([zeros, *(load[None] for load in self.loads)]).sum(0)
+        self.loads.clear()
         self.balance_terms.clear()
         return load_E
 

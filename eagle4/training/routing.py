@@ -52,6 +52,6 @@ def auxiliary_loss(drafter: Eagle4Drafter, count_K: torch.Tensor) -> torch.Tenso
     total = torch.zeros((), device=count_K.device)
     for router in routers(drafter):
         probability_E = torch.stack(router.balance_terms).mean(0)
-        share_E = router.load_E / router.load_E.sum().clamp_min(1)
-        total = total + len(share_E) * (share_E.detach() * probability_E).sum()
+        load_E = torch.stack(router.loads).sum(0)
+        total = total + len(load_E) * (load_E / load_E.sum() * probability_E).sum()
     return total

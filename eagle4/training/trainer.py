@@ -36,7 +36,6 @@ from .schedule import lr_scale
 from .settings import TrainConfig
 from .state import TrainState, load_state, save_state
 from .step import Scored, count_valid, micro_batches, run_loss
-from .ttt import Runs
 
 logger = logging.getLogger(__name__)
 
@@ -103,18 +102,17 @@ class Trainer:
 
     # -- one step --------------------------------------------------------------------------------
 
-    def columns(self, runs: Runs, progress: float) -> Columns | None:
-        """Vocabulary of this step's loss; None is all of it."""
+    def columns(self, batch: list[tuple[int, int]], progress: float) -> Columns | None:
+        """Vocabulary of this step's loss, the same for all its parts; None is all of it."""
         config, vocab = self.config, self.drafter.config.vocab_size
         is_small = config.num_frequent + config.num_sampled >= vocab
         is_reduced = self.drafter.config.draft_vocab_size is not None
         if progress >= 1 - config.full_vocab_fraction or is_small or is_reduced:
             return None
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + self.state.step)
-        own = runs.token_BKM.flatten().cpu(), runs.token_N.cpu()
-        return sample_columns(
-            torch.cat([self.frequent, *own]), config.num_sampled, vocab, generator
-        )
+        own = [self.store.field(index, "ids").long() for index, _ in batch]
+        fixed = torch.cat([self.frequent, *own])
+        return sample_columns(fixed, config.num_sampled, vocab, generator)
 
     def step(self) -> dict[str, Any]:
         """One optimiser step; returns what to log."""
@@ -144,11 +142,12 @@ class Trainer:
         parts = micro_batches(self.store, batch, workers.rank, workers.world, config, self._device)
         count_K = workers.total(count_valid(parts))
         scored = Scored.zeros(config.num_depths, count_K)
+        columns = self.columns(batch, progress)
         for i, runs in enumerate(parts):
             compute = partial(
                 run_loss,
                 runs=runs,
-                columns=self.columns(runs, progress),
+                columns=columns,
                 weight_K=self.weight_K,
                 count_K=count_K,
                 config=config,

