@@ -20,7 +20,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..drafter.model import Eagle4Drafter
@@ -79,7 +79,11 @@ class Workers:
     def __call__(self, compute: Callable[[Eagle4Drafter], T]) -> T:
         """Run a computation with the drafter under the hooks of DDP or FSDP2."""
         assert self.module is not None, "wrap comes first"
-        return self.module(compute)
+        found = self.module(compute)
+        # FSDP2 divides its weights again after a backward pass; without one nobody tells it to
+        if isinstance(self.module, FSDPModule) and not torch.is_grad_enabled():
+            self.module.reshard()
+        return found
 
     def accumulating(self, is_last: bool) -> AbstractContextManager:
         """Gradients are exchanged with the last micro-batch only."""
