@@ -15,6 +15,7 @@ from transformers import AutoConfig
 
 from ..config import Eagle4Config, structural_keys
 from ..drafter import Eagle4Drafter
+from ..drafter.export import export
 from .common import load_target
 from .data import FEATURES
 
@@ -114,7 +115,7 @@ def _dry_run(
 
 
 def convert(args: Namespace) -> int:
-    """Load a drafter in any dialect and write it in this library's layout."""
+    """Load a drafter in any dialect and write it in this library's layout or another's."""
     options: dict[str, Any] = {
         "tap_convention": args.tap_convention,
         "norm_output_means": args.norm_output_means,
@@ -122,7 +123,16 @@ def convert(args: Namespace) -> int:
     if args.target is not None:
         options["target_config"] = AutoConfig.from_pretrained(args.target)
     drafter = Eagle4Drafter.from_pretrained(args.drafter, dtype=args.dtype, **options)
-    drafter.save_pretrained(args.out)
+    own = drafter.config.own_embed_tokens and drafter.config.own_lm_head
+    if args.layout != "eagle4" and not own:
+        if args.target is None:
+            raise ValueError(
+                f"--layout {args.layout} writes complete files, and this drafter borrows from its "
+                "target; pass --target"
+            )
+        target, _, _ = load_target(Namespace(**{**vars(args), "device": "cpu"}))
+        drafter.bind(target.get_input_embeddings(), target.get_output_embeddings())
+    export(drafter, args.out, args.layout, verifier=args.target)
     count = sum(parameter.numel() for parameter in drafter.parameters())
     print(json.dumps({"command": "convert", "out": args.out, "parameters": count}))
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..drafter.export import LAYOUTS
 from . import data, train
 from .options import add_command, length_option, model_options, target_option
 
@@ -142,7 +143,7 @@ def convert_command(commands) -> None:
         commands,
         "convert",
         train.convert,
-        "rewrite an EAGLE-3, 3.1 or EAGLE-4 drafter in this library's layout",
+        "rewrite an EAGLE-3, 3.1, EAGLE-4 or speculators drafter in another layout",
         "eagle4 convert --drafter path/to/eagle3 --target path/to/target --out my-drafter",
         "Only safetensors files are read.",
     )
@@ -162,5 +163,12 @@ def convert_command(commands) -> None:
         "--norm-output-means",
         choices=("state", "head"),
         help="what norm_output in the file means, where the file leaves it open",
+    )
+    parser.add_argument(
+        "--layout",
+        choices=LAYOUTS,
+        default="eagle4",
+        help="eagle4 (default: this library's), eagle3 (SGLang, vLLM) or speculators; the latter "
+        "two hold drafters of the EAGLE-3 form",
     )
     parser.add_argument("--dtype", default="auto", help="auto (default: as stored) or a dtype name")

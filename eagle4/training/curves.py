@@ -17,6 +17,11 @@ from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(__name__)
+_LENGTHS = {
+    "tau_chain": "simulated, from every slot",
+    "tau_walk": "simulated, as serving walks",
+    "tau_measured": "measured in the engine",
+}
 
 
 def read_log(folder: str | os.PathLike) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -44,7 +49,7 @@ def draw_curves(folder: str | os.PathLike) -> Path | None:
     load = [(r["step"], r["expert_load"]) for r in steps if "expert_load" in r]
     figure, axes = pyplot.subplots(1, 3 if load else 2, figsize=(15 if load else 10, 4))
     x = [record["step"] for record in evaluations]
-    for key, label in (("tau_chain", "simulated"), ("tau_measured", "measured in the engine")):
+    for key, label in _LENGTHS.items():
         points = [(r["step"], r["held_out"][key]) for r in evaluations if key in r["held_out"]]
         if points:
             axes[0].plot(*zip(*points, strict=True), marker=".", label=label)

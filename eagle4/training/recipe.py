@@ -109,7 +109,7 @@ def make_trainer(
     prompts = held_out_prompts(store, trainer.held_out, config.decode_prompts)
     if prompts and config.decode_prompts:
         trainer.judge.decode = EngineDecode(
-            target, prompts, config.decode_tokens, config.num_depths
+            target, prompts, config.decode_tokens, config.eval_depths
         )
     return trainer
 
