@@ -39,9 +39,7 @@ def is_speculators(raw: Mapping[str, Any]) -> bool:
 def from_speculators(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The same drafter as an EAGLE-3 ``config.json``. Raises `ValueError` for another algorithm."""
     if raw[MODEL_TYPE] != "eagle3":
-        raise ValueError(
-            f"{MODEL_TYPE} {raw[MODEL_TYPE]!r} is not a drafter that this library reads"
-        )
+        raise ValueError(f"{MODEL_TYPE} {raw[MODEL_TYPE]!r} cannot be read; 'eagle3' can")
     layer = raw.get("transformer_layer_config")
     if not isinstance(layer, Mapping):
         raise ValueError("transformer_layer_config must be an object with the layer's sizes")
