@@ -66,7 +66,9 @@ def small_store(target: LlamaForCausalLM, folder: Path, sequences: int = 192) ->
     """What the target writes, sampled: greedily it would soon repeat itself."""
     prompts = language(sequences, 6, seed=10**6)
     torch.manual_seed(0)
-    texts = target.generate(prompts, do_sample=True, top_k=0, max_new_tokens=58)
+    texts = target.generate(  # pyright: ignore
+        prompts, do_sample=True, top_k=0, max_new_tokens=58
+    )
     with FeatureWriter(folder, target_identity(target.config, TAPS, None)) as writer:
         for text in texts:
             taps, last = extract(target, TAPS, text)

@@ -68,9 +68,9 @@ def keep_frequent(drafter: Eagle4Drafter, store, target) -> None:
 def measure(drafter: Eagle4Drafter) -> dict[str, float]:
     """Microseconds of a step for four rows, and of its head."""
     state = torch.randn(ROWS, drafter.config.hidden_size, dtype=drafter.dtype)
-    position = torch.arange(ROWS) + 40
-    out = drafter(state, position, position, lambda q, k, v: q)
-    body = median_us(lambda: drafter(state, position, position, lambda q, k, v: q))
+    token = torch.arange(ROWS)
+    out = drafter(state, token, token + 40, lambda q, k, v: q)
+    body = median_us(lambda: drafter(state, token, token + 40, lambda q, k, v: q))
     head = median_us(lambda: drafter.propose(out.head_RH, TOP_K))
     return {"body_us": round(body), "head_us": round(head), "head_share": head / (head + body)}
 
@@ -100,7 +100,7 @@ def compare(data: str | None, steps: int, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", help="folder of `eagle4 data` for the demo target")
     parser.add_argument("--steps", type=int, default=240)
     args = parser.parse_args()

@@ -91,7 +91,7 @@ def plot(curves: dict[str, list[tuple[int, float]]], path: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", help="folder of `eagle4 data` for the demo target")
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--plot", metavar="FILE")

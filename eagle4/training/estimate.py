@@ -24,7 +24,8 @@ def estimate(
     activations is a rough count: 14 rows of hidden and inner width per anchor and depth.
     """
     lent = target.get_input_embeddings(), target.get_output_embeddings()
-    drafter = Eagle4Drafter(drafter_config).to(target.device).bind(*lent)
+    drafter = Eagle4Drafter(drafter_config)
+    drafter.to(target.device).bind(*lent)  # pyright: ignore
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(drafter, store, Path(folder), config)
         trainer.step()

@@ -11,7 +11,7 @@ without favour for the frequent tokens. Student and teacher share columns and co
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -61,11 +61,10 @@ def loss_heads(drafter: Eagle4Drafter, columns: Columns | None = None) -> Heads:
     ``columns`` None: every token that the student can propose. Raises `ValueError` for columns with
     a reduced vocabulary, whose rows are few already.
     """
-    student, teacher = drafter.head, drafter.target_head
-    student_VH, student_bias_V = _parts(student)
-    teacher_VH, teacher_bias_V = (
-        part if part is None else part.detach() for part in _parts(teacher)
-    )
+    student_VH, student_bias_V = _parts(drafter.head)
+    teacher_VH, teacher_bias_V = _parts(drafter.target_head)
+    teacher_VH = teacher_VH.detach()
+    teacher_bias_V = None if teacher_bias_V is None else teacher_bias_V.detach()
     if not drafter.config.own_lm_head:
         student_VH, student_bias_V = teacher_VH, teacher_bias_V
     kept = kept_tokens(drafter)
@@ -90,7 +89,7 @@ def teacher_is_kept(drafter: Eagle4Drafter, teacher_BJH: torch.Tensor) -> torch.
     """``[B, J]``: whether the target's best token is in a reduced vocabulary; None if all are."""
     if drafter.config.draft_vocab_size is None:
         return None
-    weight = drafter.target_head.weight
+    weight = cast(torch.Tensor, drafter.target_head.weight)
     best = [drafter.target_head(rows.to(weight.dtype)).argmax(-1) for rows in teacher_BJH]
     return drafter.t2d[torch.stack(best)]
 

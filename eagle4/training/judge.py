@@ -132,5 +132,5 @@ def whole_drafter(drafter: Eagle4Drafter) -> Eagle4Drafter:
     state = {name: full(value) for name, value in drafter.state_dict().items()}
     copied = Eagle4Drafter(drafter.config)
     copied.load_state_dict(state)
-    copied.to(next(iter(state.values())).device)
+    copied.to(next(iter(state.values())).device)  # pyright: ignore
     return copied.bind(drafter.embedding, drafter.target_head)

@@ -86,9 +86,11 @@ def start_drafter(
     """A float32 drafter on the target's device, bound to it: random, or from ``init``."""
     lent = target.get_input_embeddings(), target.get_output_embeddings()
     torch.manual_seed(config.seed)
-    drafter = Eagle4Drafter(drafter_config).to(target.device).bind(*lent)
+    drafter = Eagle4Drafter(drafter_config)
+    drafter.to(target.device).bind(*lent)  # pyright: ignore
     if init is not None:
-        source = init.to(device=target.device, dtype=torch.float32).bind(*lent)
+        source: Any = init.to(device=target.device, dtype=torch.float32)  # pyright: ignore
+        source.bind(*lent)
         warm_start(drafter, source, _start_batches(store, config, target.device))
     if drafter_config.candidate_rank and not (init and init.config.candidate_rank):
         # saved checkpoints must draft before the second stage, too
@@ -127,7 +129,7 @@ def _best(trainer: Trainer, last: dict[str, Any]) -> tuple[Eagle4Drafter, dict[s
     best = trainer.folder / "best"
     if score < trainer.state.best and best.is_dir():
         drafter = Eagle4Drafter.from_pretrained(best, dtype=torch.float32)
-        drafter.to(next(trainer.drafter.parameters()).device)
+        drafter.to(next(trainer.drafter.parameters()).device)  # pyright: ignore
         records = [json.loads(line) for line in (trainer.folder / "log.jsonl").open()]
         held_out = [r["held_out"] for r in records if "held_out" in r]
         last = max(held_out, key=lambda m: m.get("tau_measured", m["tau_chain"]))

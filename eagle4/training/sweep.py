@@ -11,7 +11,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,7 +54,7 @@ def sweep(
     for rank in ranks:
         candidate = with_rank(drafter, rank)
         fit_factors(trainer, candidate, torch.cat(train), config)
-        served = copy.deepcopy(candidate).to(dtype)
+        served: Any = copy.deepcopy(candidate).to(dtype)  # pyright: ignore
         embed, head = (copy.deepcopy(m).to(dtype) for m in (drafter.embedding, drafter.head))
         served.bind(embed, head)
         rows = held_out[0][:ROWS].to(dtype)
@@ -74,7 +74,8 @@ def with_rank(drafter: Eagle4Drafter, rank: int) -> Eagle4Drafter:
     """A bound copy whose candidate head has another rank, its factors unset."""
     config = copy.deepcopy(drafter.config)
     config.candidate_rank = rank
-    copied = Eagle4Drafter(config).to(drafter.device, drafter.dtype)
+    copied = Eagle4Drafter(config)
+    copied.to(drafter.device, drafter.dtype)  # pyright: ignore
     own = copied.state_dict()
     kept = {
         name: value

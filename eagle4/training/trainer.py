@@ -224,7 +224,7 @@ class Trainer:
         if self.workers.is_main:
             with open(self.folder / "log.jsonl", "a") as file:
                 file.write(json.dumps(record) + "\n")
-            numbers = {k: v for k, v in record.items() if isinstance(v, (int, float))}
+            numbers = {k: float(v) for k, v in record.items() if isinstance(v, (int, float))}
             self.workers.log(numbers, self.state.step)
 
     # -- files -----------------------------------------------------------------------------------
