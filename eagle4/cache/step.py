@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..ops import fold_visible, tree_attention
+from ..ops import fold_visible
+from .layer import LayerStep, attend_layer, windowed
 from .pages import PageTable
 from .pool import KVPool
 
@@ -55,7 +56,6 @@ class AttentionStep:
         self.key_position_BL = key_position_BL
         self.run = run
         self.slot_BL = slot_BL
-        self._windowed: dict[int, torch.Tensor] = {}
         self._folded: dict[tuple, torch.Tensor] = {}
 
     @property
@@ -63,66 +63,44 @@ class AttentionStep:
         """(B, M, L)."""
         return self.visible_BML.shape
 
-    def read(self, pool_SHD: torch.Tensor) -> torch.Tensor:
-        """Keys or values of every sequence as ``[B, L, heads, width]``; a view when possible."""
-        batch, _, length = self.shape
-        if self.slot_BL is not None:
-            return pool_SHD[self.slot_BL]
-        assert self.run is not None
-        start, stride = self.run
-        if batch == 1:
-            return pool_SHD[start : start + length].unsqueeze(0)
-        return pool_SHD[start : start + batch * stride].unflatten(0, (batch, stride))[:, :length]
+    def layer(
+        self, keys_SHD: torch.Tensor, values_SHD: torch.Tensor, gathers: bool = False
+    ) -> LayerStep:
+        """What one layer with these pools needs of the step.
 
-    def pad(self, rows: torch.Tensor) -> torch.Tensor:
-        """Packed ``[R, ...]`` to ``[B, M, ...]``; padding repeats a sequence's first row."""
-        return rows.unsqueeze(0) if self.pad_BM is None else rows[self.pad_BM]
-
-    def unpad(self, padded: torch.Tensor) -> torch.Tensor:
-        """``[B, M, ...]`` back to packed ``[R, ...]``."""
-        return padded.squeeze(0) if self.unpad_R is None else padded.flatten(0, 1)[self.unpad_R]
-
-    def visible(self, sliding_window: int | None) -> torch.Tensor:
-        """Visibility ``[B, M, L]``; a window W lets position p see positions in ``(p - W, p]``."""
-        if sliding_window is None:
-            return self.visible_BML
-        if sliding_window not in self._windowed:
-            distance = self.query_position_BM.unsqueeze(-1) - self.key_position_BL.unsqueeze(1)
-            self._windowed[sliding_window] = self.visible_BML & (distance < sliding_window)
-        return self._windowed[sliding_window]
+        ``gathers``: address several sequences by slots even where they form a run, so that there is
+        one case instead of two.
+        """
+        start, stride = self.run or (0, 0)
+        if gathers and self.slot_BL is None and self.shape[0] > 1:
+            batch, _, length = self.shape
+            index_BL = torch.arange(length, device=self.slot_R.device).repeat(batch, 1)
+            first_B = start + stride * torch.arange(batch, device=self.slot_R.device)
+            self.slot_BL, self.run = index_BL + first_B.unsqueeze(1), None
+            start = stride = 0
+        return LayerStep(
+            keys_SHD,
+            values_SHD,
+            self.slot_R,
+            self.visible_BML,
+            self.query_position_BM,
+            self.key_position_BL,
+            self.pad_BM,
+            self.unpad_R,
+            self.slot_BL,
+            start,
+            stride,
+        )
 
     def mask(self, sliding_window: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor:
         """The visibility as `ops.tree_attention` adds it, made once for all layers alike."""
         key = sliding_window, groups, dtype
         if key not in self._folded:
-            self._folded[key] = fold_visible(self.visible(sliding_window), groups, dtype)
+            seen = windowed(
+                self.visible_BML, self.query_position_BM, self.key_position_BL, sliding_window
+            )
+            self._folded[key] = fold_visible(seen, groups, dtype)
         return self._folded[key]
-
-
-def attend(
-    pool: KVPool,
-    layer: int,
-    step: AttentionStep,
-    query_RHD: torch.Tensor,
-    key_RHD: torch.Tensor,
-    value_RHD: torch.Tensor,
-    *,
-    sliding_window: int | None = None,
-    **options,
-) -> torch.Tensor:
-    """Store the rows' K/V in their slots, then attend: ``[R, Hq, D]`` -> ``[R, Hq, Dv]``.
-
-    ``options`` go to `ops.tree_attention`.
-    """
-    keys_SHD, values_SHD = pool.store(layer, step.slot_R, key_RHD, value_RHD)
-    out_BMHD = tree_attention(
-        step.pad(query_RHD),
-        step.read(keys_SHD),
-        step.read(values_SHD),
-        step.mask(sliding_window, query_RHD.shape[1] // key_RHD.shape[1], query_RHD.dtype),
-        **options,
-    )
-    return step.unpad(out_BMHD)
 
 
 def build_step(table: PageTable, windows: list[Window], device: torch.device) -> AttentionStep:
@@ -200,3 +178,24 @@ def _gather_slots(table: PageTable, windows: list[Window], longest: int, device:
         slots = table.slots(window.sequence, 0, width)
         rows.append(slots + [slots[0]] * (longest - width))
     return torch.tensor(rows, device=device)
+
+
+def attend(
+    pool: KVPool,
+    layer: int,
+    step: AttentionStep,
+    query_RHD: torch.Tensor,
+    key_RHD: torch.Tensor,
+    value_RHD: torch.Tensor,
+    *,
+    sliding_window: int | None = None,
+    **options,
+) -> torch.Tensor:
+    """Store the rows' K/V in their slots, then attend: ``[R, Hq, D]`` -> ``[R, Hq, Dv]``.
+
+    ``options`` go to `ops.tree_attention`.
+    """
+    groups = query_RHD.shape[1] // key_RHD.shape[1]
+    mask = step.mask(sliding_window, groups, query_RHD.dtype)
+    own = step.layer(*pool.pair(layer, key_RHD, value_RHD))._replace(mask=mask)
+    return attend_layer(own, query_RHD, key_RHD, value_RHD, **options)
