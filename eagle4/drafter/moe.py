@@ -50,7 +50,7 @@ class Router(nn.Module):
         if self.is_normalised:
             weight_RK = weight_RK / (weight_RK.sum(-1, keepdim=True) + 1e-20)
         if torch.is_grad_enabled():
-            self.loads.append(torch.bincount(expert_RK.flatten(), minlength=len(self.weight)))
+            self.loads.append(choices(expert_RK, len(self.weight)))
             self.balance_terms.append(logits_RE.softmax(-1).mean(0))
         return expert_RK, weight_RK * self.scale
 
@@ -87,7 +87,7 @@ class Experts(nn.Module):
         top_k = expert_RK.shape[1]
         order_S = expert_RK.flatten().argsort(stable=True)
         rows_SH = repeat(hidden_RH, "r h -> (r k) h", k=top_k)[order_S]
-        ends_E = torch.bincount(expert_RK.flatten(), minlength=len(self.down_proj)).cumsum(0)
+        ends_E = choices(expert_RK, len(self.down_proj)).cumsum(0)
         gate_SI, up_SI = grouped_product(rows_SH, self.gate_up_proj, ends_E).chunk(2, dim=-1)
         out_SH = grouped_product(self.act(gate_SI) * up_SI, self.down_proj, ends_E)
         out_RKH = rearrange(out_SH[order_S.argsort()], "(r k) h -> r k h", k=top_k)
@@ -107,6 +107,12 @@ class DraftExperts(nn.Module):
         return self.experts(rows_RH, *self.gate(rows_RH)).view(hidden.shape)
 
 
+def choices(expert_RK: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """How many rows chose every expert, int64 ``[E]``."""
+    index_S = expert_RK.flatten()
+    return index_S.new_zeros(num_experts).scatter_add_(0, index_S, torch.ones_like(index_S))
+
+
 def grouped_product(
     rows_SH: torch.Tensor, weight_EHN: torch.Tensor, ends_E: torch.Tensor
 ) -> torch.Tensor:
@@ -117,6 +123,8 @@ def grouped_product(
     weight_EHN = weight_EHN.to(rows_SH.dtype)
     if rows_SH.is_cuda and rows_SH.dtype == torch.bfloat16:
         return F.grouped_mm(rows_SH, weight_EHN, offs=ends_E.to(torch.int32))
+    if torch.compiler.is_compiling():
+        return _gathered_product(rows_SH, weight_EHN, ends_E)
     # On a CPU reading the ends costs nothing, and an expert without rows no product.
     starts = [0, *ends_E.tolist()]
     parts = [
@@ -125,3 +133,12 @@ def grouped_product(
         if last > first
     ]
     return torch.cat(parts) if parts else rows_SH.new_zeros(0, weight_EHN.shape[-1])
+
+
+def _gathered_product(
+    rows_SH: torch.Tensor, weight_EHN: torch.Tensor, ends_E: torch.Tensor
+) -> torch.Tensor:
+    """The same with every row's own copy of its expert: static shapes, for few rows."""
+    place_S = torch.arange(len(rows_SH), device=rows_SH.device)
+    expert_S = torch.searchsorted(ends_E, place_S, right=True)
+    return torch.einsum("sh,shn->sn", rows_SH, weight_EHN[expert_S])
