@@ -190,6 +190,7 @@ def test_convert_round_trip(folders, tmp_path, capsys):
         (["train", "--target", "nowhere", "--data", "missing", "--out", "x"], "missing"),
         (["train", "--target", "x", "--data", "x", "--out", "x", "--set", "stepz=3"], "stepz"),
         (["convert", "--drafter", "missing", "--out", "x"], "missing"),
+        (["data", "--out", "x", "--prompts", "missing.jsonl"], "missing.jsonl"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(folders, arguments, message, capsys):
