@@ -165,6 +165,36 @@ def test_from_prompts_to_a_drafter_that_generates(folders, tmp_path, capsys):
     assert main([*words, "4"]) == 0
 
 
+def test_an_eagle3_drafter_is_converted_and_trained_on(folders, tmp_path, capsys):
+    target = tiny.tiny_llama()
+    torch.manual_seed(0)
+    eagle3 = {"eh_proj": False, "fc_norm": False, "norm_output": False, "candidate_rank": 0}
+    config = Eagle4Config.for_target(target.config, **eagle3)
+    Eagle4Drafter(config).save_pretrained(tmp_path / "mine")
+    convert = ["convert", "--drafter", str(tmp_path / "mine"), "--layout", "eagle3"]
+    assert main([*convert, "--out", str(tmp_path / "theirs")]) == 2
+    assert "--target" in capsys.readouterr().err
+    assert main([*convert, "--out", str(tmp_path / "theirs"), *folders[:2]]) == 0
+    found = Eagle4Drafter.from_pretrained(tmp_path / "theirs")
+    assert found.config.own_lm_head and not found.config.eh_proj
+    data = ["data", *folders[:2], "--synthesize", "6", "--max-new-tokens", "20"]
+    assert main([*data, "--temperatures", "0.8", "--out", str(tmp_path / "data")]) == 0
+    words = [
+        "train",
+        *folders[:2],
+        "--data",
+        str(tmp_path / "data"),
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    for setting in ("num_anchors=4", "held_out_fraction=0.3", "decode_prompts=1"):
+        words += ["--set", setting]
+    words += ["--candidate-set", "steps=1", "--candidate-set", "num_runs=2", "--steps", "1"]
+    assert main([*words, "--init", str(tmp_path / "theirs")]) == 0
+    trained = Eagle4Drafter.from_pretrained(tmp_path / "run" / "drafter").config
+    assert trained.eh_proj and trained.fc_norm and trained.own_lm_head and trained.candidate_rank
+
+
 def test_convert_round_trip(folders, tmp_path, capsys):
     out = tmp_path / "converted"
     assert main(["convert", "--drafter", folders[3], "--out", str(out)]) == 0

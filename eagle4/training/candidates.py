@@ -120,7 +120,8 @@ def candidate_recall(
             own = rows.to(cast(nn.Linear, drafter.head).weight.dtype)
             best_RW = drafter.head(own).topk(width, dim=-1).indices
             score_RV = drafter.efficient_lm_head(drafter.efficient_lm_head_down_proj(rows))
-            threshold_R = score_RV.topk(drafter.config.num_candidates, dim=-1).values[:, -1:]
+            count = min(drafter.config.num_candidates, score_RV.shape[1])
+            threshold_R = score_RV.topk(count, dim=-1).values[:, -1:]
             hits += int((score_RV.gather(1, best_RW) >= threshold_R).sum())
         recall = hits / max(1, width * len(states_RH))
         assert 0.0 <= recall <= 1.0, recall

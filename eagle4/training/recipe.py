@@ -92,7 +92,7 @@ def start_drafter(
         source: Any = init.to(device=target.device, dtype=torch.float32)  # pyright: ignore
         source.bind(*lent)
         warm_start(drafter, source, _start_batches(store, config, target.device))
-    if drafter_config.candidate_rank and not (init and init.config.candidate_rank):
+    if drafter_config.candidate_rank not in (0, init.config.candidate_rank if init else 0):
         # saved checkpoints must draft before the second stage, too
         init_candidate_head(drafter)
     return drafter

@@ -25,7 +25,7 @@ from typing import NamedTuple, cast
 
 import torch
 
-from ..config import Eagle4Config
+from ..config import Eagle4Config, structural_keys
 from ..drafter.block import DraftBlock
 from ..drafter.model import Eagle4Drafter
 from .heads import kept_tokens
@@ -79,7 +79,9 @@ def warm_start(
     inputs = measure_inputs(source, batches) if _needs_inputs(drafter, source) else None
     old, wanted = source.state_dict(), drafter.state_dict()
     new = {name: old[name] for name in wanted if name in old}
-    new |= {n: v for n, v in wanted.items() if n.startswith(("layers.0.moe", "efficient_lm_head"))}
+    # New experts, and a candidate head of another rank, begin as they are.
+    own = {n: v for n, v in wanted.items() if n.startswith(("layers.0.moe", "efficient_lm_head"))}
+    new |= {n: v for n, v in own.items() if n not in old or old[n].shape != v.shape}
     if inputs is not None and drafter.config.fc_norm and not source.config.fc_norm:
         for i, rms in enumerate(inputs.tap_rms_T):
             new[f"fc_norm.{i}.weight"] = torch.full_like(wanted[f"fc_norm.{i}.weight"], float(rms))
@@ -121,18 +123,16 @@ def check_structures(wanted: Eagle4Config, found: Eagle4Config) -> None:
 
 
 def goal_config(source: Eagle4Config, **overrides) -> Eagle4Config:
-    """The EAGLE-4 form of a drafter: everything of the source, widened where EAGLE-4 differs."""
-    values = {key: getattr(source, key) for key in _SAME}
-    values |= {key: getattr(source, key) for key in ("rms_norm_eps", "rope_parameters")}
-    values |= {
-        "max_position_embeddings": source.max_position_embeddings,
-        "own_lm_head": source.own_lm_head,
-        "candidate_rank": source.candidate_rank or min(128, source.hidden_size),
-        "num_candidates": source.num_candidates,
-        "num_experts": source.num_experts,
-    }
-    if source.eh_proj:
-        values["attn_norm"] = source.attn_norm
+    """What a drafter is trained on as: an EAGLE-4 one as it is, others in the EAGLE-4 form.
+
+    The EAGLE-4 form of an EAGLE-3 drafter keeps its sizes, RoPE and head (over all tokens) and gets
+    tap norms, eh_proj, normalised feedback, a window and a candidate head.
+    """
+    values = {key: getattr(source, key) for key in structural_keys()}
+    if not source.eh_proj:
+        values |= {"fc_norm": True, "eh_proj": True, "attn_norm": True, "norm_output": True}
+        values |= {"draft_vocab_size": None, "sliding_window": source.sliding_window or 4096}
+        values |= {"candidate_rank": source.candidate_rank or min(128, source.hidden_size)}
     return Eagle4Config(**{**values, **overrides})
 
 

@@ -14,9 +14,9 @@ from eagle4.training.heads import (
 from tests.training.small import HIDDEN, VOCAB, tiny_drafter, tiny_target
 
 
-def reduced_drafter(target, kept=(3, 5, 9, 40)):
+def reduced_drafter(target, kept=(3, 5, 9, 40), **overrides):
     kept = torch.tensor(kept)
-    drafter = tiny_drafter(target, draft_vocab_size=len(kept), own_lm_head=True)
+    drafter = tiny_drafter(target, draft_vocab_size=len(kept), own_lm_head=True, **overrides)
     drafter.d2t.copy_(kept - torch.arange(len(kept)))
     drafter.t2d[kept] = True
     return drafter

@@ -47,7 +47,7 @@ def fresh(target, config):
 
 
 def test_the_same_form_is_copied(target, batches):
-    source = tiny_drafter(target)
+    source = tiny_drafter(target, candidate_rank=4, num_candidates=8, num_experts=2)
     drafter = warm_start(fresh(target, source.config), source, batches)
     for name, value in source.state_dict().items():
         assert torch.equal(value, drafter.state_dict()[name]), name
@@ -91,6 +91,12 @@ def test_projections_keep_attention_and_residual(target, batches):
     assert explained(whole, blind @ factor) < shares[0]
 
 
+def test_an_eagle4_drafter_keeps_its_form(target):
+    source = tiny_drafter(target, use_rope=False, sliding_window=7, attn_norm=False)
+    assert goal_config(source.config) == source.config
+    assert goal_config(source.config, num_experts=2).sliding_window == 7
+
+
 def test_a_reduced_head_is_scattered(target):
     source = reduced_drafter(target)
     head = full_head(source)
@@ -103,7 +109,7 @@ def test_a_reduced_head_is_scattered(target):
 
 
 def test_eagle3_becomes_eagle4_with_everything(target, batches):
-    source = reduced_drafter(target)
+    source = reduced_drafter(target, **EAGLE3)
     config = goal_config(source.config, candidate_rank=8, num_candidates=16)
     assert config.fc_norm and config.eh_proj and config.attn_norm and config.norm_output
     assert config.own_lm_head and config.draft_vocab_size is None
@@ -114,7 +120,7 @@ def test_eagle3_becomes_eagle4_with_everything(target, batches):
 
 def test_a_dense_drafter_becomes_a_moe_one_that_does_the_same(target, batches):
     source = tiny_drafter(target)
-    config = goal_config(source.config, num_experts=4, candidate_rank=0)
+    config = goal_config(source.config, num_experts=4, candidate_rank=6)
     drafter = warm_start(fresh(target, config), source, batches)
     torch.testing.assert_close(unroll(drafter, batches[0]), unroll(source, batches[0]))
 
