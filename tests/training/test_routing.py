@@ -72,7 +72,7 @@ def test_the_auxiliary_loss_is_least_at_balance(tmp_path, target, store):
     router.loads = [torch.tensor([2, 0, 0, 0]), torch.tensor([4, 0, 0, 0])]
     router.balance_terms = [torch.tensor([0.7, 0.1, 0.1, 0.1], requires_grad=True)]
     loss = auxiliary_loss(drafter, torch.ones(3))
-    assert float(loss) == pytest.approx(2.8) and loss.requires_grad
+    assert loss.item() == pytest.approx(2.8) and loss.requires_grad
 
 
 def test_a_dense_drafter_has_no_routers(target):

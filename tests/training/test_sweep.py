@@ -51,7 +51,7 @@ def test_frequent_tokens_are_recalled_better_when_they_count(trainer):
         drafter = with_rank(trainer.drafter, 4)
         fit_factors(trainer, drafter, states, dataclasses.replace(STAGE, init=init))
         low = drafter.efficient_lm_head(drafter.efficient_lm_head_down_proj(states))
-        errors.append(float((low - drafter.head(states))[:, common].square().mean()))
+        errors.append((low - drafter.head(states))[:, common].square().mean().item())
     assert errors[1] < errors[0] and errors[3] < errors[2]
 
 
