@@ -6,6 +6,12 @@ from ..drafter.export import LAYOUTS
 from . import data, train
 from .options import add_command, length_option, model_options, target_option
 
+_SETTINGS = {
+    "--set": "TrainConfig, for example lr=0.001",
+    "--drafter-set": "Eagle4Config, for example intermediate_size=3072",
+    "--candidate-set": "CandidateConfig, for example init=both",
+}
+
 
 def data_command(commands) -> None:
     """Options of `eagle4 data`."""
@@ -19,6 +25,21 @@ def data_command(commands) -> None:
         "continues where it stopped; manifest.json says what the folder holds.",
     )
     parser.add_argument("--out", required=True, metavar="FOLDER", help="folder to write")
+    _prompt_sources(parser)
+    _answering(parser)
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument(
+        "--tap-layers",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="target blocks whose outputs are stored (default: the rule of the public drafters)",
+    )
+    length_option(parser, 512)
+    model_options(parser, drafter=False)
+
+
+def _prompt_sources(parser) -> None:
     parser.add_argument(
         "--prompts",
         nargs="+",
@@ -47,6 +68,9 @@ def data_command(commands) -> None:
         metavar="FILE",
         help="phrases that its user turns begin with, one per line (default: none)",
     )
+
+
+def _answering(parser) -> None:
     parser.add_argument(
         "--temperatures",
         type=float,
@@ -68,16 +92,6 @@ def data_command(commands) -> None:
         help="speculate with this drafter, one prompt at a time (pays where a full batch does not "
         "fill the device)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
-    parser.add_argument(
-        "--tap-layers",
-        type=int,
-        nargs="+",
-        metavar="N",
-        help="target blocks whose outputs are stored (default: the rule of the public drafters)",
-    )
-    length_option(parser, 512)
-    model_options(parser, drafter=False)
 
 
 def train_command(commands) -> None:
@@ -101,27 +115,10 @@ def train_command(commands) -> None:
     parser.add_argument("--steps", type=int, metavar="N", help="optimiser steps")
     parser.add_argument("--max-minutes", type=float, metavar="T", help="end the run by the clock")
     parser.add_argument("--seed", type=int, metavar="N")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="any other field of TrainConfig, for example lr=0.001",
-    )
-    parser.add_argument(
-        "--drafter-set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="any field of Eagle4Config, for example intermediate_size=3072",
-    )
-    parser.add_argument(
-        "--candidate-set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="any field of CandidateConfig, for example init=both",
-    )
+    for option, what in _SETTINGS.items():
+        parser.add_argument(
+            option, action="append", default=[], metavar="KEY=VALUE", help=f"any field of {what}"
+        )
     parser.add_argument(
         "--sweep",
         metavar="RANKS",

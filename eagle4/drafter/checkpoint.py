@@ -44,8 +44,7 @@ def load(
     raw, tensors = read_json(folder / CONFIG), read_tensors(folder)
     try:
         config = read_config(
-            from_speculators(raw) if is_speculators(raw) else raw,
-            tensors,
+            *(from_speculators(raw) if is_speculators(raw) else raw, tensors),
             target_config=target_config,
             tap_convention=tap_convention,
             norm_output_means=norm_output_means,

@@ -38,12 +38,9 @@ def card_text(
 ) -> str:
     """Markdown with the front matter that model hubs read."""
     name = getattr(target.config, "_name_or_path", "") or type(target).__name__
+    if Path(name).is_dir():  # a place on somebody's disk says nothing to others
+        name = Path(name).name
     count = sum(param.numel() for param in drafter.parameters())
-    defaults = dataclasses.asdict(TrainConfig())
-    changed = {
-        key: value for key, value in dataclasses.asdict(config).items() if value != defaults[key]
-    }
-    settings = " ".join(f"--set {key}={value}" for key, value in changed.items()) or "(defaults)"
     lines = [
         "---",
         f"base_model: {name}",
@@ -63,7 +60,7 @@ def card_text(
         "## Recipe",
         "",
         f"`eagle4 train` for {metrics.get('steps', config.steps)} steps "
-        f"({metrics.get('train_seconds', 0) / 60:.0f} minutes); settings: {settings}",
+        f"({metrics.get('train_seconds', 0) / 60:.0f} minutes); settings: {_changed(config)}",
         "",
         "## Metrics",
         "",
@@ -71,6 +68,13 @@ def card_text(
         "",
     ]
     return "\n".join(lines)
+
+
+def _changed(config: TrainConfig) -> str:
+    """The settings that are not the defaults, as they are typed."""
+    defaults = dataclasses.asdict(TrainConfig())
+    pairs = [(k, v) for k, v in dataclasses.asdict(config).items() if v != defaults[k]]
+    return " ".join(f"--set {key}={value}" for key, value in pairs) or "(defaults)"
 
 
 def _structure(drafter: Eagle4Drafter) -> str:

@@ -52,7 +52,7 @@ def train_drafter(
     choice of tapped layers, and when the start cannot be mapped.
     """
     config, folder = config or TrainConfig(), Path(folder)
-    fingerprint = tokenizer_fingerprint(tokenizer) if tokenizer is not None else None
+    fingerprint = None if tokenizer is None else tokenizer_fingerprint(tokenizer)
     if drafter_config is None:
         drafter_config = init.config if init else Eagle4Config.for_target(target.config)
     drafter_config.tokenizer_fingerprint = fingerprint
@@ -63,11 +63,10 @@ def train_drafter(
     trainer = make_trainer(target, drafter, store, folder, config, init is not None)
     metrics = trainer.train()
     drafter, metrics = _best(trainer, metrics)
-    drafter.bind(target.get_input_embeddings(), target.get_output_embeddings())
     if trainer.workers.is_main:
         if drafter_config.candidate_rank:
-            recall = fit_candidate_head(trainer, drafter, candidates or CandidateConfig())
-            metrics["candidate_recall"] = recall
+            stage = candidates or CandidateConfig()
+            metrics["candidate_recall"] = fit_candidate_head(trainer, drafter, stage)
         drafter.save_pretrained(folder / "drafter")
         write_atomically(folder / "metrics.json", json.dumps(metrics, indent=1))
         write_card(folder / "drafter", target, drafter, store, config, metrics)
@@ -128,8 +127,9 @@ def _best(trainer: Trainer, last: dict[str, Any]) -> tuple[Eagle4Drafter, dict[s
     score = last.get("tau_measured", last.get("tau_chain", 0.0))
     best = trainer.folder / "best"
     if score < trainer.state.best and best.is_dir():
-        drafter = Eagle4Drafter.from_pretrained(best, dtype=torch.float32)
-        drafter.to(next(trainer.drafter.parameters()).device)  # pyright: ignore
+        kept = Eagle4Drafter.from_pretrained(best, dtype=torch.float32)
+        kept.to(next(trainer.drafter.parameters()).device)  # pyright: ignore
+        drafter = kept.bind(drafter.embedding, drafter.target_head)
         records = [json.loads(line) for line in (trainer.folder / "log.jsonl").open()]
         held_out = [r["held_out"] for r in records if "held_out" in r]
         last = max(held_out, key=lambda m: m.get("tau_measured", m["tau_chain"]))

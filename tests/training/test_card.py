@@ -38,3 +38,12 @@ def test_a_written_card_stays(tmp_path):
     path.write_text("mine")
     write_card(tmp_path, target, drafter, store, TrainConfig(), {})
     assert path.read_text() == "mine"
+
+
+def test_a_local_path_stays_local(tmp_path):
+    target = tiny_target()
+    store = tiny_store(tmp_path / "store", target, num_sequences=1)
+    (tmp_path / "my-model").mkdir()
+    target.config._name_or_path = str(tmp_path / "my-model")
+    text = card_text(target, tiny_drafter(target), store, TrainConfig(), {})
+    assert "base_model: my-model\n" in text and str(tmp_path) not in text
