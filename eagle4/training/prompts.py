@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from ..engine.continuous import Job, Sampling, answer_all
 from ..target import TargetAdapter
 from .dialects import Conversation, read_files
-from .jsonl import append_row, read_rows
+from .jsonl import append_row, drop_cut_line, read_rows
 from .templates import encode, render
 
 _MARK = "\u2042user-content\u2042"
@@ -90,6 +90,7 @@ def synthesize_prompts(
     A turn that does not end by itself is cut at ``max_new_tokens``; empty ones are left out.
     """
     head = user_header(tokenizer)
+    drop_cut_line(path)
     found = {row["id"]: row["content"] for row in read_rows(path)}
     begun: dict[str, str] = {}
     jobs = []

@@ -61,6 +61,7 @@ def test_turns_continue_and_other_seeds_write_others(tmp_path, adapter, tokenize
     straight = written(adapter, tokenizer, tmp_path / "a.jsonl", 9)
     written(adapter, tokenizer, tmp_path / "b.jsonl", 4)
     before = (tmp_path / "b.jsonl").read_bytes()
+    (tmp_path / "b.jsonl").write_bytes(before + b'{"id": "0/')
     assert written(adapter, tokenizer, tmp_path / "b.jsonl", 9) == straight
     assert (tmp_path / "b.jsonl").read_bytes().startswith(before)
     assert len(list(read_rows(tmp_path / "b.jsonl"))) == 9
