@@ -13,6 +13,7 @@ import torch
 
 from ..ops import fold_visible
 from .layer import LayerStep, attend_layer, windowed
+from .lineage import Lineage
 from .pages import PageTable
 from .pool import KVPool
 
@@ -32,7 +33,7 @@ class AttentionStep:
 
     ``slot_R`` where rows are written; ``position_R`` their positions; ``read`` gives a pool tensor
     as ``[B, L, heads, width]``; `visible` the visibility ``[B, M, L]``, where M pads every sequence
-    to the same number of rows.
+    to the same number of rows. ``lineage`` is for recurrent layers.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class AttentionStep:
         key_position_BL: torch.Tensor,
         run: tuple[int, int] | None,
         slot_BL: torch.Tensor | None,
+        lineage: Lineage | None = None,
     ):
         self.slot_R = slot_R
         self.position_R = position_R
@@ -56,12 +58,21 @@ class AttentionStep:
         self.key_position_BL = key_position_BL
         self.run = run
         self.slot_BL = slot_BL
+        self.lineage = lineage
         self._folded: dict[tuple, torch.Tensor] = {}
 
     @property
     def shape(self) -> torch.Size:
         """(B, M, L)."""
         return self.visible_BML.shape
+
+    def pad(self, rows: torch.Tensor) -> torch.Tensor:
+        """Packed ``[R, ...]`` to ``[B, M, ...]``; padding repeats a sequence's first row."""
+        return rows.unsqueeze(0) if self.pad_BM is None else rows[self.pad_BM]
+
+    def unpad(self, padded: torch.Tensor) -> torch.Tensor:
+        """``[B, M, ...]`` back to packed ``[R, ...]``."""
+        return padded.squeeze(0) if self.unpad_R is None else padded.flatten(0, 1)[self.unpad_R]
 
     def layer(
         self, keys_SHD: torch.Tensor, values_SHD: torch.Tensor, gathers: bool = False
@@ -103,8 +114,13 @@ class AttentionStep:
         return self._folded[key]
 
 
-def build_step(table: PageTable, windows: list[Window], device: torch.device) -> AttentionStep:
-    """Index tensors for rows packed in the order of ``windows``."""
+def build_step(
+    table: PageTable, windows: list[Window], device: torch.device, is_prompt: bool = False
+) -> AttentionStep:
+    """Index tensors for rows packed in the order of ``windows``.
+
+    ``is_prompt``: the rows are chains of prompt tokens, which recurrent layers commit as they run.
+    """
     rows = [window.visible.shape[0] for window in windows]
     lengths = [window.prefix + window.visible.shape[1] for window in windows]
     most, longest = max(rows), max(lengths)
@@ -130,6 +146,7 @@ def build_step(table: PageTable, windows: list[Window], device: torch.device) ->
         key_position_BL,
         run,
         slot_BL,
+        Lineage(windows, is_prompt),
     )
 
 

@@ -56,7 +56,7 @@ def prefill(
         position = torch.arange(start, stop, device=state.device)
         visible = torch.ones(stop - start, stop - start, dtype=torch.bool, device=state.device)
         window = Window(sequence.index, start, 0, position, visible.tril())
-        step = build_step(state.table, [window], state.device)
+        step = build_step(state.table, [window], state.device, is_prompt=True)
         last = torch.tensor([stop - start - 1], device=state.device)
         out = target.forward(ids[start:stop], step, state.target_pool, last, all_hidden_states)
         calls += 1

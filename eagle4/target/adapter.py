@@ -20,6 +20,7 @@ from ..ops import PackedLinears
 from . import attention
 from .blocks import RunBlock, replaced
 from .families import check_target, is_proven
+from .mixers import RecurrentMixers
 from .probe import probe
 
 
@@ -49,6 +50,7 @@ class TargetAdapter:
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._taps: dict[int, torch.Tensor] = {}
         self._packed = PackedLinears(model)
+        self.mixers = RecurrentMixers(model)
         if not is_proven(model):
             probe(self)
 
@@ -77,7 +79,13 @@ class TargetAdapter:
         try:
             for config in configs:
                 config._attn_implementation = attention.NAME
-            with self.evaluating(), self._packed.active(), replaced(self.blocks, run_block):
+            blocks = self.mixers.others(self.blocks)
+            with (
+                self.evaluating(),
+                self._packed.active(),
+                self.mixers.active(),
+                replaced(blocks, run_block),
+            ):
                 yield self
         finally:
             for handle in handles:
@@ -119,6 +127,10 @@ class TargetAdapter:
         ``calls``, when given, is filled with what every layer's attention call carried.
         """
         self._taps.clear()
+        recurrent = self.mixers.state_of(pool) if self.mixers else None
+        if recurrent is not None:
+            assert step.lineage is not None
+            recurrent.begin(step.lineage)
         kwargs: dict = {attention.KEYWORD: attention.PackedState(step, pool, calls)}
         if keep is not None and self._keeps_logits:
             kwargs["logits_to_keep"] = keep
@@ -134,6 +146,8 @@ class TargetAdapter:
             return_dict=True,
             **kwargs,
         )
+        if recurrent is not None:
+            recurrent.finish()
         logits = out.logits[0]
         if keep is not None and not self._keeps_logits:
             logits = logits[keep]
