@@ -88,6 +88,11 @@ class Eagle4Drafter(PreTrainedModel):
     def head(self) -> nn.Module:
         return self.lm_head if self.config.own_lm_head else self._lender().lm_head
 
+    @property
+    def target_head(self) -> nn.Module:
+        """The target's LM head, also for a drafter with its own: training is taught by it."""
+        return self._lender().lm_head
+
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Embeddings ``[..., H]``; a borrowed table gets no gradient, it belongs to the target."""
         found = self.embedding(input_ids)
