@@ -116,7 +116,7 @@ class Eagle4ForCausalLM(TargetShell):
         together.split(self.adapter, self.drafter, ranks)
         self._packed = None if self.drafter is None else PackedLinears(self.drafter)
         self.to(ranks.device)  # type: ignore
-        self.ranks, self._home = ranks, HarnessHome(ranks)
+        self.ranks, self._home, self._graphs = ranks, HarnessHome(ranks), None
         return self
 
     # -- loading and saving ----------------------------------------------------------------------
