@@ -223,7 +223,6 @@ def _prompt_step(
     return AttentionStep(
         slot_R=slot_BM[is_real_BM],
         position_R=position_BM[is_real_BM],
-        # padding repeats a prompt's last row
         pad_BM=start_B1 + torch.minimum(index_M, length_B1 - 1),
         unpad_R=is_real_BM.flatten().nonzero()[:, 0],
         visible_BML=(index_M <= index_M[:, None]).expand(batch, -1, -1),
