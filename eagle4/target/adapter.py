@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..cache import AttentionStep, KVPool
 from ..ops import PackedLinears
+from ..parallel import VocabShard
 from . import attention
 from .blocks import RunBlock, replaced
 from .families import check_target, is_proven
@@ -27,7 +28,7 @@ from .probe import probe
 class TargetOutput(NamedTuple):
     """One packed forward."""
 
-    logits_RV: torch.Tensor  # raw logits of the asked rows
+    logits_RV: torch.Tensor  # raw logits of the asked rows; of `TargetAdapter.vocab` when split
     features_RTH: torch.Tensor | None  # taps of every row, low to high
     hidden_states: tuple[torch.Tensor, ...] | None  # every layer's [R, H] when asked
 
@@ -50,6 +51,7 @@ class TargetAdapter:
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._taps: dict[int, torch.Tensor] = {}
         self._packed = PackedLinears(model)
+        self.vocab: VocabShard | None = None
         self.mixers = RecurrentMixers(model)
         if not is_proven(model):
             probe(self)
@@ -61,6 +63,11 @@ class TargetAdapter:
     @property
     def dtype(self) -> torch.dtype:
         return self.model.get_input_embeddings().weight.dtype  # type: ignore[return-value]
+
+    def share(self, vocab: VocabShard) -> None:
+        """The model was split: from now on packed forwards give this rank's columns of logits."""
+        self.vocab = vocab
+        self._packed = PackedLinears(self.model)
 
     @contextmanager
     def attached(
@@ -85,6 +92,7 @@ class TargetAdapter:
                 self._packed.active(),
                 self.mixers.active(),
                 replaced(blocks, run_block),
+                nullcontext() if self.vocab is None else self.vocab.local(),
             ):
                 yield self
         finally:

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..noise import Purpose, position_key, uniform
-from ..sampling import draw, support
+from ..noise import Purpose, gumbel, position_key, uniform
+from ..sampling import check_law, draw, support
 
 
 class Trial(NamedTuple):
@@ -75,12 +75,65 @@ def choose_rejection(
     Raises `RuntimeError` for scores that are no law, as plain sampling does.
     """
     token_S, score_S = support(score_V)
-    p_S = score_S.softmax(dim=0)
+    place = key, position
+    refused, p_S = _test(token_S, score_S.softmax(dim=0), *place, child_K, token_C, logq_C)
+    if refused < len(child_K):
+        return child_K[refused], refused
+    token = draw(p_S.log(), token_S, position_key(key, Purpose.TOKEN, position))
+    return token, refused
+
+
+class Outside(NamedTuple):
+    """All tokens that are no candidates, as one: what is left of a row that ranks share."""
+
+    mass: torch.Tensor  # logsumexp of their scores
+    best: torch.Tensor  # the largest of their scores plus the noise of the final draw
+    token: torch.Tensor  # whose that is
+
+
+def choose_rejection_apart(
+    score_C: torch.Tensor,
+    outside: Outside,
+    key: int,
+    position: int,
+    child_K: torch.Tensor,
+    token_C: torch.Tensor,
+    logq_C: torch.Tensor,
+) -> tuple[torch.Tensor, int]:
+    """As `choose_rejection`, from the candidates' scores and what all others have in common.
+
+    Exact, because a rejection takes nothing from tokens that q does not reach: it only scales them.
+    """
+    order_C = token_C.argsort()
+    # Behind all tokens: `trials` wants them ascending.
+    beyond = token_C.new_full((1,), torch.iinfo(torch.int64).max)
+    token_S = torch.cat([token_C[order_C], beyond])
+    score_S = torch.cat([score_C[order_C].double(), outside.mass.view(1)])
+    check_law(score_S.max())
+    place = key, position
+    refused, p_S = _test(token_S, score_S.softmax(dim=0), *place, child_K, token_C, logq_C)
+    if refused < len(child_K):
+        return child_K[refused], refused
+    noise_C = gumbel(position_key(key, Purpose.TOKEN, position), token_S[:-1])
+    lead = torch.where(p_S[-1] > 0, outside.best - outside.mass, 0.0)
+    best = (p_S.log() + torch.cat([noise_C, lead.view(1)])).argmax()
+    return torch.cat([token_S[:-1], outside.token.view(1)])[best], refused
+
+
+def _test(
+    token_S: torch.Tensor,
+    p_S: torch.Tensor,
+    key: int,
+    position: int,
+    child_K: torch.Tensor,
+    token_C: torch.Tensor,
+    logq_C: torch.Tensor,
+) -> tuple[int, torch.Tensor]:
+    """How many children were refused, and the law that is owed after them."""
     rank_K = torch.arange(len(child_K), device=child_K.device)
     uniform_K = uniform(position_key(key, Purpose.ACCEPT, position), rank_K)
     for rank, trial in enumerate(trials(token_S, p_S, child_K, token_C, logq_C)):
         if uniform_K[rank] < trial.accept:
-            return child_K[rank], rank
+            return rank, p_S
         p_S = trial.residual_S
-    token = draw(p_S.log(), token_S, position_key(key, Purpose.TOKEN, position))
-    return token, len(child_K)
+    return len(child_K), p_S
