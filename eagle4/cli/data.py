@@ -27,6 +27,9 @@ def data(args: Namespace) -> int:
 
     if not (args.prompts or args.synthesize):
         raise ValueError("no prompts: pass --prompts FILE, --synthesize N, or both")
+    missing = [path for path in (args.prompts or []) if not Path(path).is_file()]
+    if missing:  # before a folder is begun
+        raise ValueError(f"{', '.join(missing)}: no such file; give JSON lines with conversations")
     target, tokenizer, _ = load_target(args)
     folder, ends = Path(args.out), end_ids(target, tokenizer)
     taps = args.tap_layers or Eagle4Config.for_target(target.config).tap_layers

@@ -1,8 +1,8 @@
 """Many prompts through few rows: plain decoding with continuous batching.
 
 A finished row is given the next prompt at once, so the batch stays full however different the
-lengths of the answers are. Every row owns ``capacity`` consecutive slots: attention reads all rows
-as one view, and nothing per row happens in Python between two tokens except where a row ends.
+lengths of the answers are. Every row owns ``capacity`` consecutive slots, so that attention reads
+all rows as one view.
 
 What a job is answered depends on the job alone (its tokens, settings and seed), never on its
 neighbours: greedy jobs get plain greedy decoding's tokens, sampled ones those of plain coupled
@@ -20,7 +20,8 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from ..cache import AttentionStep, KVPool
+from ..cache import AttentionStep, KVPool, Window
+from ..cache.lineage import Lineage
 from ..noise import Purpose, gumbel, position_key, stream_key
 from ..sampling import draft_law
 from ..target import TargetAdapter
@@ -142,7 +143,9 @@ class _Batch:
         kv_length_B = torch.tensor([row.kv_length for row in rows.values()], device=device)
         step = _token_step(places, kv_length_B, self.num_rows, self.capacity)
         out = self.target.forward(token_R, step, self.pool)
-        for row in rows.values():
+        for place, row in rows.items():
+            if self.pool.recurrent is not None:
+                self.pool.recurrent.commit(place, [0])
             row.kv_length += 1
         yield from self._append(rows, out.logits_RV)
 
@@ -202,6 +205,7 @@ def _token_step(
         key_position_BL=index_L.expand(batch, -1),
         run=(0, capacity) if is_full else None,
         slot_BL=None if is_full else first_B1 + index_L,
+        lineage=_lineage(places, kv_length_B.tolist(), [1] * batch, device, is_prompt=False),
     )
 
 
@@ -219,7 +223,6 @@ def _prompt_step(
     return AttentionStep(
         slot_R=slot_BM[is_real_BM],
         position_R=position_BM[is_real_BM],
-        # padding repeats a prompt's last row
         pad_BM=start_B1 + torch.minimum(index_M, length_B1 - 1),
         unpad_R=is_real_BM.flatten().nonzero()[:, 0],
         visible_BML=(index_M <= index_M[:, None]).expand(batch, -1, -1),
@@ -227,4 +230,21 @@ def _prompt_step(
         key_position_BL=position_BM,
         run=None,
         slot_BL=slot_BM,
+        lineage=_lineage(places, [0] * batch, lengths, device, is_prompt=True),
     )
+
+
+def _lineage(
+    places: list[int],
+    prefixes: list[int],
+    counts: list[int],
+    device: torch.device,
+    is_prompt: bool,
+) -> Lineage:
+    """Every row follows the one before it: for layers with recurrent state."""
+    windows = []
+    for place, prefix, count in zip(places, prefixes, counts, strict=True):
+        position = torch.arange(prefix, prefix + count, device=device)
+        visible = torch.ones(count, count, dtype=torch.bool, device=device).tril()
+        windows.append(Window(place, prefix, 0, position, visible))
+    return Lineage(windows, is_prompt)

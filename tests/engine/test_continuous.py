@@ -4,6 +4,7 @@ plain decoding's; ends that are missed or kept twice."""
 
 import pytest
 import torch
+import zoo_hybrid
 from tiny import tiny_llama
 from zoo import build
 
@@ -68,6 +69,16 @@ def test_laws_may_be_mixed_in_one_batch(model):
 @pytest.mark.parametrize("family", ["gemma3", "gpt_neox", "deepseek_v3"])
 def test_other_families(family):
     model = build(family)
+    found = answers(model, jobs(7), ends=[])
+    for job in jobs(7):
+        ids = torch.tensor([job.ids])
+        out = model.generate(ids, max_new_tokens=job.max_new_tokens, do_sample=False)
+        assert found[job.id] == out[0, len(job.ids) :].tolist()
+
+
+@pytest.mark.parametrize("name", zoo_hybrid.HYBRIDS)
+def test_recurrent_state_belongs_to_its_answer(name):
+    model = zoo_hybrid.build(name)
     found = answers(model, jobs(7), ends=[])
     for job in jobs(7):
         ids = torch.tensor([job.ids])
