@@ -8,6 +8,7 @@ what plain decoding leaves; drafted rows live behind the committed prefix until 
 
 from .pages import PageTable
 from .pool import KVPool
-from .step import AttentionStep, Window, attend, build_step
+from .rows import AttentionStep, Window
+from .step import attend, build_step
 
 __all__ = ["AttentionStep", "KVPool", "PageTable", "Window", "attend", "build_step"]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from ..ops import has_kernels, move_rows, row_addresses
+
 
 class KVPool:
     """Slot-addressed K/V of all layers of one model."""
@@ -15,6 +17,7 @@ class KVPool:
     def __init__(self) -> None:
         self.num_slots = 0
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._addresses: torch.Tensor | None = None  # of all layers, for `move`
 
     def resize(self, num_slots: int) -> None:
         """Grow to ``num_slots``, keeping what is stored."""
@@ -23,6 +26,7 @@ class KVPool:
         for layer, pair in self.layers.items():
             self.layers[layer] = tuple(_grown(tensor, num_slots) for tensor in pair)  # type: ignore[assignment]
         self.num_slots = num_slots
+        self._addresses = None
 
     def store(
         self, layer: int, slot_R: torch.Tensor, key_RHD: torch.Tensor, value_RHD: torch.Tensor
@@ -32,6 +36,7 @@ class KVPool:
         if pair is None:
             pair = (self._empty(key_RHD), self._empty(value_RHD))
             self.layers[layer] = pair
+            self._addresses = None
         pair[0].index_copy_(0, slot_R, key_RHD)
         pair[1].index_copy_(0, slot_R, value_RHD)
         return pair
@@ -43,9 +48,10 @@ class KVPool:
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy slots in every layer; overlapping ranges are safe (all reads come first)."""
-        for key, value in self.layers.values():
-            key[target] = key[source]
-            value[target] = value[source]
+        pools = [tensor for pair in self.layers.values() for tensor in pair]
+        if self._addresses is None and pools and has_kernels(pools[0].device):
+            self._addresses = row_addresses(pools)
+        move_rows(pools, source, target, self._addresses)
 
     @property
     def num_bytes(self) -> int:

@@ -7,96 +7,14 @@ drafted token's position is its depth, not its index.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
-from ..ops import fold_visible, tree_attention
+from ..ops import has_kernels
+from .dense import DenseStep
+from .paged import PagedStep
 from .pages import PageTable
 from .pool import KVPool
-
-
-class Window(NamedTuple):
-    """What one sequence contributes to a packed forward."""
-
-    sequence: int  # row of the page table
-    prefix: int  # committed entries, all visible
-    offset: int  # window index of this step's first row; earlier entries are already stored
-    position: torch.Tensor  # int64 [w] positions of all window entries, stored and new
-    visible: torch.Tensor  # bool [n, w] which window entries each new row sees (itself included)
-
-
-class AttentionStep:
-    """Index tensors of one packed forward, shared by all layers.
-
-    ``slot_R`` where rows are written; ``position_R`` their positions; ``read`` gives a pool tensor
-    as ``[B, L, heads, width]``; `visible` the visibility ``[B, M, L]``, where M pads every sequence
-    to the same number of rows.
-    """
-
-    def __init__(
-        self,
-        slot_R: torch.Tensor,
-        position_R: torch.Tensor,
-        pad_BM: torch.Tensor | None,
-        unpad_R: torch.Tensor | None,
-        visible_BML: torch.Tensor,
-        query_position_BM: torch.Tensor,
-        key_position_BL: torch.Tensor,
-        run: tuple[int, int] | None,
-        slot_BL: torch.Tensor | None,
-    ):
-        self.slot_R = slot_R
-        self.position_R = position_R
-        self.pad_BM = pad_BM
-        self.unpad_R = unpad_R
-        self.visible_BML = visible_BML
-        self.query_position_BM = query_position_BM
-        self.key_position_BL = key_position_BL
-        self.run = run
-        self.slot_BL = slot_BL
-        self._windowed: dict[int, torch.Tensor] = {}
-        self._folded: dict[tuple, torch.Tensor] = {}
-
-    @property
-    def shape(self) -> torch.Size:
-        """(B, M, L)."""
-        return self.visible_BML.shape
-
-    def read(self, pool_SHD: torch.Tensor) -> torch.Tensor:
-        """Keys or values of every sequence as ``[B, L, heads, width]``; a view when possible."""
-        batch, _, length = self.shape
-        if self.slot_BL is not None:
-            return pool_SHD[self.slot_BL]
-        assert self.run is not None
-        start, stride = self.run
-        if batch == 1:
-            return pool_SHD[start : start + length].unsqueeze(0)
-        return pool_SHD[start : start + batch * stride].unflatten(0, (batch, stride))[:, :length]
-
-    def pad(self, rows: torch.Tensor) -> torch.Tensor:
-        """Packed ``[R, ...]`` to ``[B, M, ...]``; padding repeats a sequence's first row."""
-        return rows.unsqueeze(0) if self.pad_BM is None else rows[self.pad_BM]
-
-    def unpad(self, padded: torch.Tensor) -> torch.Tensor:
-        """``[B, M, ...]`` back to packed ``[R, ...]``."""
-        return padded.squeeze(0) if self.unpad_R is None else padded.flatten(0, 1)[self.unpad_R]
-
-    def visible(self, sliding_window: int | None) -> torch.Tensor:
-        """Visibility ``[B, M, L]``; a window W lets position p see positions in ``(p - W, p]``."""
-        if sliding_window is None:
-            return self.visible_BML
-        if sliding_window not in self._windowed:
-            distance = self.query_position_BM.unsqueeze(-1) - self.key_position_BL.unsqueeze(1)
-            self._windowed[sliding_window] = self.visible_BML & (distance < sliding_window)
-        return self._windowed[sliding_window]
-
-    def mask(self, sliding_window: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor:
-        """The visibility as `ops.tree_attention` adds it, made once for all layers alike."""
-        key = sliding_window, groups, dtype
-        if key not in self._folded:
-            self._folded[key] = fold_visible(self.visible(sliding_window), groups, dtype)
-        return self._folded[key]
+from .rows import AttentionStep, Window
 
 
 def attend(
@@ -112,91 +30,18 @@ def attend(
 ) -> torch.Tensor:
     """Store the rows' K/V in their slots, then attend: ``[R, Hq, D]`` -> ``[R, Hq, Dv]``.
 
-    ``options`` go to `ops.tree_attention`.
+    ``options`` go to `ops.tree_attention` or `ops.paged_attention`.
     """
     keys_SHD, values_SHD = pool.store(layer, step.slot_R, key_RHD, value_RHD)
-    out_BMHD = tree_attention(
-        step.pad(query_RHD),
-        step.read(keys_SHD),
-        step.read(values_SHD),
-        step.mask(sliding_window, query_RHD.shape[1] // key_RHD.shape[1], query_RHD.dtype),
-        **options,
-    )
-    return step.unpad(out_BMHD)
+    return step.attend(query_RHD, keys_SHD, values_SHD, sliding_window, **options)
 
 
-def build_step(table: PageTable, windows: list[Window], device: torch.device) -> AttentionStep:
-    """Index tensors for rows packed in the order of ``windows``."""
-    rows = [window.visible.shape[0] for window in windows]
-    lengths = [window.prefix + window.visible.shape[1] for window in windows]
-    most, longest = max(rows), max(lengths)
-    slots: list[int] = []
-    for window, count in zip(windows, rows, strict=True):
-        first = window.prefix + window.offset
-        slots += table.slots(window.sequence, first, first + count)
-    position_R = torch.cat([w.position[w.offset : w.offset + w.visible.shape[0]] for w in windows])
-    pad_BM = unpad_R = None
-    if len(windows) > 1:
-        pad_BM, unpad_R = _padding(rows, most, device)
-    query_position_BM = position_R.unsqueeze(0) if pad_BM is None else position_R[pad_BM]
-    visible_BML, key_position_BL = _visibility(windows, most, longest, device)
-    run = _uniform_run(table, windows, longest)
-    slot_BL = None if run is not None else _gather_slots(table, windows, longest, device)
-    return AttentionStep(
-        torch.tensor(slots, device=device),
-        position_R,
-        pad_BM,
-        unpad_R,
-        visible_BML,
-        query_position_BM,
-        key_position_BL,
-        run,
-        slot_BL,
-    )
+def build_step(
+    table: PageTable, windows: list[Window], device: torch.device, paged: bool | None = None
+) -> AttentionStep:
+    """Index tensors for rows packed in the order of ``windows``.
 
-
-def _padding(rows: list[int], most: int, device: torch.device):
-    pad, unpad, first = [], [], 0
-    for b, count in enumerate(rows):
-        pad.append([first + i if i < count else first for i in range(most)])
-        unpad += [b * most + i for i in range(count)]
-        first += count
-    return torch.tensor(pad, device=device), torch.tensor(unpad, device=device)
-
-
-def _visibility(windows: list[Window], most: int, longest: int, device: torch.device):
-    index_L = torch.arange(longest, device=device)
-    prefix_B = torch.tensor([window.prefix for window in windows], device=device)
-    visible_BML = (index_L < prefix_B[:, None, None]).repeat(1, most, 1)
-    key_position_BL = index_L.repeat(len(windows), 1)
-    for b, window in enumerate(windows):
-        count, width = window.visible.shape
-        columns = slice(window.prefix, window.prefix + width)
-        visible_BML[b, :count, columns] = window.visible
-        visible_BML[b, count:, columns] = window.visible[0]
-        key_position_BL[b, columns] = window.position
-    return visible_BML, key_position_BL
-
-
-def _uniform_run(table: PageTable, windows: list[Window], longest: int) -> tuple[int, int] | None:
-    """(start, stride) when all sequences are contiguous and equally spaced, in order."""
-    starts = [table.run_start(window.sequence) for window in windows]
-    if starts[0] is None or any(start is None for start in starts):
-        return None
-    if len(starts) == 1:
-        return (starts[0], 0)
-    stride = starts[1] - starts[0]  # type: ignore[operator]
-    if stride < longest or starts[0] + len(starts) * stride > table.num_slots:
-        return None
-    if any(s != starts[0] + i * stride for i, s in enumerate(starts)):
-        return None
-    return (starts[0], stride)
-
-
-def _gather_slots(table: PageTable, windows: list[Window], longest: int, device: torch.device):
-    rows = []
-    for window in windows:
-        width = window.prefix + window.visible.shape[1]
-        slots = table.slots(window.sequence, 0, width)
-        rows.append(slots + [slots[0]] * (longest - width))
-    return torch.tensor(rows, device=device)
+    ``paged``: read keys in their pages; None: where a kernel can do that.
+    """
+    is_paged = has_kernels(device) if paged is None else paged
+    return (PagedStep if is_paged else DenseStep)(table, windows, device)
