@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -95,7 +96,7 @@ def measure(cases: Iterable[Case], setup: Setup, repeats: int) -> list[dict]:
         row: dict = {"case": case.name, "bytes": case.num_bytes}
         row["ceiling_us"] = round(1e6 * case.num_bytes / bandwidth, 2)
         for form in forms:
-            seconds = median_seconds(lambda form=form: case.run(form), setup.device, repeats)
+            seconds = median_seconds(partial(case.run, form), setup.device, repeats)
             row[f"{form}_us"] = round(1e6 * seconds, 2)
         row["of_ceiling"] = round(row["ceiling_us"] / row[f"{forms[0]}_us"], 4)
         found.append(row)

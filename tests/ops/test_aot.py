@@ -1,5 +1,5 @@
-"""Catches: a kernel that does not compile for a GPU that is not here, spills registers to memory, or
-wants more shared memory than the device has. No GPU is needed: ptxas ships with Triton.
+"""Catches: a kernel that does not compile for a GPU that is not here, spills registers to memory,
+or wants more shared memory than the device has. No GPU is needed: ptxas ships with Triton.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ def ancestors_of(parent, index, LEVELS: tl.constexpr):
     """Words of the reflexive ancestor relation; parents come as indices, -1 for none."""
     word = tl.full(parent.shape, 1, tl.int64) << index.to(tl.int64)
     up = parent
-    for _ in tl.static_range(LEVELS):
+    for _ in tl.static_range(LEVELS):  # pyright: ignore[reportGeneralTypeIssues]
         is_up = up[:, None] == index[None, :]
         word |= tl.sum(tl.where(is_up, word[None, :], 0), 1)
         up = tl.sum(tl.where(is_up, (up + 1)[None, :], 0), 1) - 1

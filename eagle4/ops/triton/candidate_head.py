@@ -35,12 +35,14 @@ def _maxima_kernel(
 ):  # fmt: skip
     v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    d = tl.arange(0, BLOCK_D)
-    up_ptr += v[None, :].to(tl.int64) * RANK + d[:, None]
-    up = tl.load(up_ptr, mask=(v < vocab)[None, :] & (d < RANK)[:, None], other=0.0)
-    low_mask = (r < rows)[:, None] & (d < RANK)[None, :]
-    low = tl.load(low_ptr + r[:, None] * RANK + d[None, :], mask=low_mask, other=0.0)
-    score = tl.dot(low, up, input_precision="ieee")
+    score = tl.zeros([BLOCK_R, BLOCK_V], tl.float32)
+    for start in range(0, RANK, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)
+        up_mask = (v < vocab)[None, :] & (d < RANK)[:, None]
+        up = tl.load(up_ptr + v[None, :].to(tl.int64) * RANK + d[:, None], mask=up_mask, other=0.0)
+        low_mask = (r < rows)[:, None] & (d < RANK)[None, :]
+        low = tl.load(low_ptr + r[:, None] * RANK + d[None, :], mask=low_mask, other=0.0)
+        score = tl.dot(low, up, score, input_precision="ieee")
     # NaN is the largest, as in `block_topk`; a maximum would drop it.
     score = tl.where(score != score, float("inf"), score)
     score = tl.where((v < vocab)[None, :], score, float("-inf"))
@@ -78,14 +80,16 @@ def _rescore_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
-    d = tl.arange(0, BLOCK_D)
     group = tl.load(group_ptr + row * (tokens // GROUP) + t // GROUP, mask=t < tokens, other=0)
     v = group * GROUP + t % GROUP
     real = (t < tokens) & (v < vocab)
-    low = tl.load(low_ptr + row * RANK + d, mask=d < RANK, other=0.0).to(tl.float32)
-    up_mask = real[:, None] & (d < RANK)[None, :]
-    up = tl.load(up_ptr + v[:, None] * RANK + d[None, :], mask=up_mask, other=0.0)
-    score = tl.sum(up.to(tl.float32) * low[None, :], 1)
+    score = tl.zeros([BLOCK_T], tl.float32)
+    for start in range(0, RANK, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)
+        low = tl.load(low_ptr + row * RANK + d, mask=d < RANK, other=0.0)
+        up_mask = real[:, None] & (d < RANK)[None, :]
+        up = tl.load(up_ptr + v[:, None] * RANK + d[None, :], mask=up_mask, other=0.0)
+        score += tl.sum(up.to(tl.float32) * low.to(tl.float32)[None, :], 1)
     score = tl.where(real, score, float("-inf"))
     tl.store(score_ptr + row * tokens + t, score, mask=t < tokens)
 
@@ -115,7 +119,7 @@ def _exact_kernel(
 def _best_candidates(low_RD: torch.Tensor, up_VD: torch.Tensor, count: int) -> torch.Tensor:
     (rows, rank), vocab = low_RD.shape, up_VD.shape[0]
     group = group_size(vocab)
-    groups, block_d = ceil_div(vocab, group), max(power_of_2(rank), 16)
+    groups, block_d = ceil_div(vocab, group), min(max(power_of_2(rank), 16), 128)
     best = low_RD.new_empty((rows, groups), dtype=torch.float32)
     grid = (ceil_div(vocab, 128), ceil_div(rows, _BLOCK_R))
     wrap_triton(_maxima_kernel)[grid](
@@ -129,9 +133,9 @@ def _best_candidates(low_RD: torch.Tensor, up_VD: torch.Tensor, count: int) -> t
     )
     tokens = chosen * group
     score = low_RD.new_empty((rows, tokens), dtype=torch.float32)
-    wrap_triton(_rescore_kernel)[(rows, ceil_div(tokens, 64))](
+    wrap_triton(_rescore_kernel)[(rows, ceil_div(tokens, 32))](
         low_RD, up_VD, group_RG, score, vocab, tokens,
-        RANK=rank, GROUP=group, BLOCK_T=64, BLOCK_D=block_d, num_warps=4,
+        RANK=rank, GROUP=group, BLOCK_T=32, BLOCK_D=block_d, num_warps=4,
     )  # fmt: skip
     index_RC = low_RD.new_empty((rows, count), dtype=torch.int64)
     wrap_triton(_select_kernel)[(rows,)](

@@ -29,7 +29,8 @@ def _race_kernel(score_ptr, key_ptr, best_ptr, token_ptr, vocab, blocks, BLOCK: 
     row = tl.program_id(0).to(tl.int64)
     v = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     score = tl.load(score_ptr + row * vocab + v, mask=v < vocab, other=float("-inf"))
-    best, token = race(score, tl.load(key_ptr + row), v, v < vocab)
+    key = tl.load(key_ptr + row)
+    best, token = race(score, key, v, v < vocab)  # pyright: ignore[reportGeneralTypeIssues]
     # NaN and +inf are no law: they win, and are seen.
     broken = tl.sum(((score != score) | (score == float("inf"))).to(tl.int32), 0) > 0
     tl.store(best_ptr + row * blocks + tl.program_id(1), tl.where(broken, float("inf"), best))

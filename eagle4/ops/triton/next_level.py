@@ -178,7 +178,7 @@ def choose_nodes(
 ) -> torch.Tensor:
     """As `ops.next_level.choose_nodes`."""
     tensors = (survival_ZBP, token_ns_Z, verify_ns_ZR)
-    return _choose_nodes(*(tensor.contiguous() for tensor in tensors), max_nodes)
+    return _choose_nodes(*(tensor.contiguous() for tensor in tensors), max_nodes=max_nodes)
 
 
 def _block(nodes: int) -> int:

@@ -229,16 +229,14 @@ def paged_attention(
         if sliding_window is not None:
             reach = min(reach, sliding_window + view.window_position_BW.shape[1])
         num_splits = default_splits(batch * key_SHD.shape[1], reach)
-    query, key, value = (
-        t if t.stride(-1) == 1 else t.contiguous() for t in (query_BMHD, key_SHD, value_SHD)
-    )
+    tensors = [t if t.stride(-1) == 1 else t.contiguous() for t in (query_BMHD, key_SHD, value_SHD)]
     return _paged_attention(
-        *(query, key, value),
+        *tensors,
         *(tensor.contiguous() for tensor in view),
-        sinks_H,
-        page_size,
-        float(width) ** -0.5 if scale is None else scale,
-        sliding_window or 0,
-        softcap or 0.0,
-        num_splits,
+        sinks_H=sinks_H,
+        page_size=page_size,
+        scale=float(width) ** -0.5 if scale is None else scale,
+        sliding_window=sliding_window or 0,
+        softcap=softcap or 0.0,
+        num_splits=num_splits,
     )

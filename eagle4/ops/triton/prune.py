@@ -56,19 +56,21 @@ def _prune_kernel(
     first = b * capacity
     limit = tl.load(limit_ptr + b)
     n = tl.arange(0, NODES)
-    origin, exists = _best_nodes(depth_ptr + first, score_ptr + first, limit, capacity, POOL, NODES)
+    depth_ptr += first
+    score_ptr += first
+    found = _best_nodes(depth_ptr, score_ptr, limit, capacity, POOL, NODES)
+    origin, exists = found  # pyright: ignore[reportGeneralTypeIssues]
     kept = exists & (n < nodes)
-    source = first + origin
-    old_parent = tl.load(parent_ptr + source, mask=kept, other=-1).to(tl.int32)
+    old_parent = tl.load(parent_ptr + first + origin, mask=kept, other=-1).to(tl.int32)
     is_parent = kept[None, :] & (old_parent[:, None] == origin[None, :])
     parent = tl.sum(tl.where(is_parent, (n + 1)[None, :], 0), 1) - 1
     place = _places(parent, kept, n, LEVELS)
     new_parent = tl.sum(tl.where(parent[:, None] == n[None, :], (place + 1)[None, :], 0), 1) - 1
     out = b * nodes + place
     fits = n < nodes
-    token = tl.load(token_ptr + source, mask=kept, other=0)
-    depth = tl.load(depth_ptr + source, mask=kept, other=0)
-    score = tl.load(score_ptr + source, mask=kept, other=float("-inf"))
+    token = tl.load(token_ptr + first + origin, mask=kept, other=0)
+    depth = tl.load(depth_ptr + origin, mask=kept, other=0)
+    score = tl.load(score_ptr + origin, mask=kept, other=float("-inf"))
     tl.store(token_out + out, token, mask=fits)
     tl.store(parent_out + out, new_parent.to(tl.int64), mask=fits)
     tl.store(depth_out + out, depth, mask=fits)
@@ -101,4 +103,4 @@ def _prune(
 def prune(pool: Tree, max_nodes: int, max_depth_B: torch.Tensor) -> Tree:
     """As `ops.prune.prune`."""
     columns = (column.contiguous() for column in pool[:4])
-    return Tree(*_prune(*columns, max_depth_B.contiguous(), max_nodes))
+    return Tree(*_prune(*columns, max_depth_B=max_depth_B.contiguous(), max_nodes=max_nodes))

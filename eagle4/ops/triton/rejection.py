@@ -116,7 +116,8 @@ def _rest_kernel(
     candidate = _is_candidate(v, token_ptr + row * count, logq_ptr + row * count, count)
     fits = (v < vocab) & (candidate == 0)
     value = score.to(tl.float64) + tl.load(offset_ptr + row)
-    best, token = race(value, tl.load(key_ptr + row), v, fits)
+    key = tl.load(key_ptr + row)
+    best, token = race(value, key, v, fits)  # pyright: ignore[reportGeneralTypeIssues]
     tl.store(best_ptr + row * (blocks + 1) + tl.program_id(1), best)
     tl.store(drawn_ptr + row * (blocks + 1) + tl.program_id(1), token)
 
