@@ -15,7 +15,7 @@ from eagle4.ops import best_candidates, candidate_logprobs
 from eagle4.ops.candidate_head import exact_logits
 from tests.ops.kernels import CHECKS, DEVICE, assert_as_close, generator
 
-SIZES = [(1, 1, 1), (1, 17, 5), (3, 128, 128), (2, 1000, 128), (5, 4099, 64), (17, 2049, 7)]
+SIZES = [(1, 1, 1), (1, 17, 5), (3, 128, 128), (2, 1000, 128), (3, 2051, 64), (17, 300, 7)]
 
 
 def layer(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
@@ -57,8 +57,8 @@ def test_the_kernels_find_the_best(rows, vocab, count):
 
 @pytest.mark.kernels
 def test_all_scores_equal_and_all_but_a_few_minus_infinity():
-    low, up = torch.ones(2, 16), torch.zeros(3000, 16)
-    check_best(low, up, 128, "triton")
+    low, up = torch.ones(1, 16), torch.zeros(3000, 16)
+    check_best(low, up, 40, "triton")
     up[:] = -1
     up[[7, 8, 2999]] = 1
     check_best(low, up, 5, "triton")
@@ -81,8 +81,8 @@ def test_nan_is_the_largest_score():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_random_scores_within_rounding(dtype):
     noise = generator(1)
-    low = torch.randn(4, 128, generator=noise).to(dtype)
-    up = torch.randn(5003, 128, generator=noise).to(dtype)
+    low = torch.randn(2, 128, generator=noise).to(dtype)
+    up = torch.randn(2003, 128, generator=noise).to(dtype)
     index = best_candidates(low.to(DEVICE), layer(up.to(DEVICE)), 128, "triton").cpu()
     score = low.double() @ up.double().T
     worst = score.gather(1, index).amin(dim=1)

@@ -42,7 +42,7 @@ def test_the_reference_draws_row_by_row():
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("rows", "vocab", "scale"), [(1, 1, 1.0), (40, 7, 0.3), (9, 3000, 0.0), (3, 50_257, 2.0)]
+    ("rows", "vocab", "scale"), [(1, 1, 1.0), (40, 7, 0.3), (5, 3000, 0.0), (2, 5000, 2.0)]
 )
 def test_the_kernel_draws_the_same_tokens(rows, vocab, scale, dtype):
     score_RV, key_R = scores(rows, vocab, scale, vocab).to(dtype), keys(rows, vocab)

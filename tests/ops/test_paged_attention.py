@@ -115,7 +115,7 @@ CASES = {
     "tree": Case((21, 9, 0), 6, 6),
     "chain": Case((17,), 9, 9, kind="chain"),
     "star": Case((17,), 9, 9, kind="star"),
-    "64 nodes and the root": Case((33,), 65, 65),
+    "64 nodes and the root": Case((33,), 65, 65, 2, 1),
     "late rows of a window": Case((12, 30), 4, 70, kind="chain"),
     "one head per group": Case((19,), 4, 4, heads=2, kv_heads=2),
     "three heads per group": Case((19, 3), 4, 5, heads=6, kv_heads=2),

@@ -41,13 +41,25 @@ def pools(seed: int, nodes: int, capacity: int, batch: int = 5) -> Tree:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     ("nodes", "capacity", "max_nodes"),
     [(1, 1, 1), (3, 8, 2), (20, 20, 16), (12, 40, 16), (64, 64, 64), (180, 180, 63), (9, 9, 99)],
 )
-def test_the_kernel_selects_the_same_tree(seed, nodes, capacity, max_nodes):
-    pool = pools(seed, nodes, capacity)
+def test_the_kernel_selects_the_same_tree(nodes, capacity, max_nodes):
+    check(pools(nodes, nodes, capacity), nodes, max_nodes)
+
+
+@pytest.mark.kernels
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_the_kernel_on_random_pools(seed):
+    source = random.Random(seed)
+    nodes = source.randint(1, 200)
+    capacity = nodes + source.randint(0, 60)
+    check(pools(seed, nodes, capacity), nodes, source.randint(1, 64))
+
+
+def check(pool: Tree, nodes: int, max_nodes: int) -> None:
     limit_B = torch.tensor([nodes, 1, 3, 0, 5])
     reference = prune(pool, max_nodes, limit_B, "torch")
     on_device = Tree(*(column.to(DEVICE) for column in pool))

@@ -50,9 +50,11 @@ def state(seed: int, rows: int, vocab: int, count: int, children: int, kind: str
 @pytest.mark.parametrize("kind", ["random", "warped", "same law", "leaves"])
 @pytest.mark.parametrize(
     ("rows", "vocab", "count", "children"),
-    [(1, 1, 1, 1), (30, 6, 4, 3), (30, 50, 50, 4), (10, 2500, 128, 5), (4, 1025, 30, 1)],
+    [(1, 1, 1, 1), (12, 6, 4, 3), (6, 30, 30, 4), (3, 1100, 20, 5), (1, 2049, 4, 1)],
 )
 def test_the_kernels_choose_the_same_tokens(kind, rows, vocab, count, children):
+    if kind == "same law":  # every token is a candidate
+        vocab = min(vocab, 30)
     tensors = state(vocab + count, rows, vocab, count, children, kind)
     tokens, refused = rejection_rows(*tensors, impl="torch")
     found = rejection_rows(*(tensor.to(DEVICE) for tensor in tensors), impl="triton")

@@ -37,7 +37,7 @@ def _ancestor_words(parent_BN: torch.Tensor) -> torch.Tensor:
     word_BN = torch.empty_like(parent_BN)
     size = max(power_of_2(nodes), 2)
     wrap_triton(_words_kernel)[(batch,)](
-        parent_BN, word_BN, nodes, LEVELS=doublings(size), NODES=size, num_warps=4
+        parent_BN, word_BN, nodes, LEVELS=doublings(size), NODES=size, num_warps=warps(size)
     )
     return word_BN
 
@@ -45,6 +45,11 @@ def _ancestor_words(parent_BN: torch.Tensor) -> torch.Tensor:
 def doublings(nodes: int) -> int:
     """Doublings that cover a path through all of ``nodes`` (a power of two)."""
     return nodes.bit_length() - 1
+
+
+def warps(nodes: int) -> int:
+    """Warps that hold a matrix of nodes in registers."""
+    return 8 if nodes >= 64 else 4
 
 
 def ancestor_words(parent_BN: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from ..sizes import ceil_div, power_of_2
 from .launch import wrap_triton
+from .product import dot
 
 MOST_GROUPS = 8192  # what one program of `select` holds
 _BLOCK_R = 16
@@ -42,7 +43,7 @@ def _maxima_kernel(
         up = tl.load(up_ptr + v[None, :].to(tl.int64) * RANK + d[:, None], mask=up_mask, other=0.0)
         low_mask = (r < rows)[:, None] & (d < RANK)[None, :]
         low = tl.load(low_ptr + r[:, None] * RANK + d[None, :], mask=low_mask, other=0.0)
-        score = tl.dot(low, up, score, input_precision="ieee")
+        score = dot(low, up, score)
     # NaN is the largest, as in `block_topk`; a maximum would drop it.
     score = tl.where(score != score, float("inf"), score)
     score = tl.where((v < vocab)[None, :], score, float("-inf"))

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from ..sizes import ceil_div, power_of_2
 from .launch import wrap_triton
+from .product import dot
 
 
 @triton.jit
@@ -48,7 +49,7 @@ def _stage_kernel(
                 wide = x.to(tl.float32)
                 squares += tl.sum(wide * wide, 1)
                 x = (wide * gain.to(tl.float32)[None, :]).to(x.dtype)
-            inner = tl.dot(x, weight, inner, input_precision="ieee")
+            inner = dot(x, weight, inner)
         if HAS_NORM:
             inner = inner * tl.rsqrt(squares / width + eps)[:, None]
         acc += inner

@@ -17,6 +17,7 @@ import triton.language as tl
 from ..paged_attention import PagedView
 from ..sizes import ceil_div, power_of_2
 from .launch import wrap_triton
+from .product import dot
 
 # Programs that fill the largest GPUs about twice; parts beyond that only cost merging.
 PROGRAMS = 264
@@ -78,7 +79,7 @@ def _attend_kernel(
                 mask=here[None, :] & (d < D)[:, None],
                 other=0.0,
             )
-            score = tl.dot(query, key, input_precision="ieee") * scale
+            score = dot(query, key, tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * scale
             if HAS_SOFTCAP:
                 score = _capped(score, softcap)
             seen = inside[:, None] & here[None, :]
@@ -102,8 +103,7 @@ def _attend_kernel(
                 mask=here[:, None] & (dv < DV)[None, :],
                 other=0.0,
             )
-            fresh = tl.dot(weight.to(value.dtype), value, input_precision="ieee")
-            acc = acc * shrink[:, None] + fresh
+            acc = dot(weight.to(value.dtype), value, acc * shrink[:, None])
             total = total * shrink + tl.sum(weight, 1)
             top = new_top
     place = (b * rows + m) * heads + head

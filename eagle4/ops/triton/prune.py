@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ...types import Tree
 from ..sizes import power_of_2
-from .ancestors import ancestors_of, doublings
+from .ancestors import ancestors_of, doublings, warps
 from .candidate_head import ordered
 from .launch import wrap_triton
 
@@ -95,7 +95,8 @@ def _prune(
     wrap_triton(_prune_kernel)[(batch,)](
         token_BN, parent_BN, depth_BN, score_BN, max_depth_B,
         token, parent, depth, score, count, capacity, nodes,
-        POOL=max(power_of_2(capacity), size), NODES=size, LEVELS=doublings(size), num_warps=4,
+        POOL=max(power_of_2(capacity), size), NODES=size, LEVELS=doublings(size),
+        num_warps=warps(size),
     )  # fmt: skip
     return token, parent, depth, score, count
 

@@ -23,7 +23,7 @@ def _is_candidate(v, token_ptr, logq_ptr, count):
     found = v < 0
     for c in range(count):
         is_alive = tl.load(logq_ptr + c) > float("-inf")
-        found = found | (is_alive & (v == tl.load(token_ptr + c)))
+        found = found | (v == tl.where(is_alive, tl.load(token_ptr + c), -1))
     return found
 
 
@@ -91,7 +91,8 @@ def _trial_kernel(
         p = tl.where(goes_on, residual / left, p)
         scale = tl.where(goes_on, scale / left, scale)
         rest = tl.where(goes_on, rest / left, rest)
-        logq = tl.where(goes_on & is_child, float("-inf"), logq)
+        refused_token = tl.where(goes_on, child, -1)
+        logq = tl.where(token == refused_token, float("-inf"), logq)
         chosen = tl.where(accepted, child, chosen)
         refused += goes_on.to(tl.int64)
     key = tl.load(token_key_ptr + row)

@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from ..sizes import ceil_div, power_of_2
 from .launch import opaque
+from .product import dot
 
 
 @triton.jit
@@ -43,12 +44,12 @@ def _gemm_kernel(
         tl.extra.cuda.gdc_wait()
     row_ptr += m[:, None].to(tl.int64) * row_m + k[None, :]
     x = tl.load(row_ptr, mask=(m < rows)[:, None] & (k < width)[None, :], other=0.0)
-    acc = tl.dot(x, first, input_precision="ieee")
+    acc = dot(x, first, tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
     for start in range(BLOCK_K, width, BLOCK_K):
         weight = _weights(weight_ptr, n, start + k, columns, width, weight_n)
         mask = (m < rows)[:, None] & (start + k < width)[None, :]
         x = tl.load(row_ptr + start, mask=mask, other=0.0)
-        acc = tl.dot(x, weight, acc, input_precision="ieee")
+        acc = dot(x, weight, acc)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if HAS_BIAS:
