@@ -61,9 +61,11 @@ def _select_kernel(score_ptr, index_ptr, columns, K: tl.constexpr, BLOCK: tl.con
     score = tl.load(score_ptr + row * columns + column, mask=inside, other=0.0)
     key = tl.where(inside, ordered(score), 0)  # below every real key
     # The K-th largest key, from the highest bit down: as large as K keys allow.
+    # Not unrolled: `torch.compile` looks for writes along every path of the unrolled graph.
     least = tl.zeros([1], tl.uint32)
-    for bit in tl.static_range(32):
-        higher = least | (1 << (31 - bit))
+    one = tl.full([1], 1, tl.uint32)
+    for bit in range(32):
+        higher = least | (one << (31 - bit))
         enough = tl.sum((key >= higher).to(tl.int32), 0) >= K
         least = tl.where(enough, higher, least)
     above = key > least

@@ -17,13 +17,8 @@ from .launch import wrap_triton
 
 
 @triton.jit
-def _best_nodes(depth_ptr, score_ptr, limit, capacity, POOL: tl.constexpr, NODES: tl.constexpr):
+def _best_nodes(score, allowed, p, POOL: tl.constexpr, NODES: tl.constexpr):
     """Pool indices of the NODES best allowed nodes, best first, and which of them exist."""
-    p = tl.arange(0, POOL)
-    inside = p < capacity
-    depth = tl.load(depth_ptr + p, mask=inside, other=0)
-    score = tl.load(score_ptr + p, mask=inside, other=0.0)
-    allowed = inside & (depth >= 1) & (depth <= limit) & (score > float("-inf"))
     # Unique keys: descending score, then ascending index; real scores are above 0.
     key = (ordered(score).to(tl.int64) << 12) | (POOL - 1 - p).to(tl.int64)
     key = tl.sort(tl.where(allowed, key, 0), descending=True)
@@ -58,7 +53,11 @@ def _prune_kernel(
     n = tl.arange(0, NODES)
     depth_ptr += first
     score_ptr += first
-    found = _best_nodes(depth_ptr, score_ptr, limit, capacity, POOL, NODES)
+    p = tl.arange(0, POOL)
+    depth = tl.load(depth_ptr + p, mask=p < capacity, other=0)
+    score = tl.load(score_ptr + p, mask=p < capacity, other=float("-inf"))
+    allowed = (depth >= 1) & (depth <= limit) & (score > float("-inf"))
+    found = _best_nodes(score, allowed, p, POOL, NODES)
     origin, exists = found  # pyright: ignore[reportGeneralTypeIssues]
     kept = exists & (n < nodes)
     old_parent = tl.load(parent_ptr + first + origin, mask=kept, other=-1).to(tl.int32)
