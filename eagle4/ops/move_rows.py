@@ -23,9 +23,10 @@ def move_rows(
 ) -> None:
     """``pool[target] = pool[source]`` for every ``pool [slots, ...]``; all reads come first.
 
-    int64 slots; overlapping ranges are safe, targets must differ. A slot that moves onto itself
-    is padding: so a verdict may stay in device memory and M be the same in every round.
-    ``addresses`` (see `row_addresses`) may be kept as long as the pools stay where they are.
+    Pools are whole allocations. int64 slots; overlapping ranges are safe, targets must differ. A
+    slot that moves onto itself is padding: so a verdict may stay in device memory and M be the same
+    in every round. ``addresses`` (see `row_addresses`) may be kept as long as the pools stay where
+    they are.
     """
     if not pools or not source_M.numel():
         return
@@ -46,5 +47,4 @@ def row_addresses(pools: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _has_whole_words(pool: torch.Tensor) -> bool:
-    row_bytes = pool.stride(0) * pool.element_size()
-    return pool.is_contiguous() and row_bytes % 4 == 0 and pool.data_ptr() % 4 == 0
+    return pool.is_contiguous() and pool.stride(0) * pool.element_size() % 4 == 0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton import knobs
 
-_IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_IS_INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
 
 @triton.jit
