@@ -156,7 +156,7 @@ def drafter(dtype: torch.dtype, hidden: int = 4096) -> None:
         small_gemm._has_pdl = saved
 
 
-def tree(top_k: int = 8, nodes: int = 63, capacity: int = 712) -> None:
+def tree(top_k: int = 4, nodes: int = 16, capacity: int = 180) -> None:
     from eagle4.ops.triton import move_rows
     from eagle4.ops.triton.accept_walk import accept_walk
     from eagle4.ops.triton.ancestors import ancestor_words
@@ -188,7 +188,7 @@ def sampling(vocab: int = 151_936) -> None:
     rejection_rows(score, empty(34), empty(34), empty(34, 4), empty(34, 128), law)
 
 
-def policy(batch: int = 8, nodes: int = 64) -> None:
+def policy(batch: int = 2, nodes: int = 64) -> None:
     from eagle4.ops.triton.next_level import best_offer, choose_nodes
 
     costs = empty(1), empty(1, 257), empty(1, 9)
@@ -229,11 +229,11 @@ def more_launches() -> list[Launch]:
             drafter(dtype, 576)
             drafter(dtype, 5120)
         tree(1, 1, 4)
-        tree(4, 16, 180)
+        tree(8, 63, 712)
         tree(10, 64, 2048)
         sampling(49_152)
         policy(1, 16)
-        policy(64, 100)
+        policy(16, 180)
     return unique(found)
 
 
