@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 NVIDIA = {90: 232_448, 100: 232_448}  # bytes of shared memory that a program may have
+HARMLESS = 48  # bytes a thread: ptxas parks a few values to fit one more program
 AMD = {"gfx942": 65_536}
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -55,7 +56,8 @@ def faults(launches: list[Launch], capability: int, folder: Path) -> list[str]:
     for launch in launches:
         made = compiled(launch, GPUTarget("cuda", capability, 32))
         used = resources(made.asm["cubin"], folder)
-        if used["STACK"] or used["LOCAL"] or made.metadata.shared > NVIDIA[capability]:
+        spilled = max(used["STACK"], used["LOCAL"])
+        if spilled > HARMLESS or made.metadata.shared > NVIDIA[capability]:
             shared = made.metadata.shared
             found.append(f"{launch.name} {launch.constants} {launch.options} {used} {shared=}")
     return found
@@ -91,4 +93,4 @@ def test_the_count_of_spills_is_real(tmp_path):
     options = launch.options | {"maxnreg": 24}
     made = compiled(launch._replace(options=options), GPUTarget("cuda", 90, 32))
     used = resources(made.asm["cubin"], tmp_path)
-    assert used["STACK"] or used["LOCAL"]
+    assert max(used["STACK"], used["LOCAL"]) > HARMLESS

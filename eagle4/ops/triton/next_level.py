@@ -136,6 +136,7 @@ def _choose_nodes(
     wrap_triton(_choose_kernel)[(rounds,)](
         survival_ZBP, token_ns_Z, verify_ns_ZR, chosen, batch, nodes, verify_ns_ZR.shape[1],
         MAX_NODES=min(max_nodes, nodes), BATCH=rows, NODES=columns,
+        num_warps=min(max(rows * columns // 256, 4), 16),
     )  # fmt: skip
     return chosen.bool()
 

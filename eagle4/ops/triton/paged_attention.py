@@ -41,7 +41,7 @@ def _attend_kernel(
     SLIDING: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     GROUPS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     kv_heads = heads // GROUPS
     b = (tl.program_id(1) // kv_heads).to(tl.int64)
@@ -79,7 +79,7 @@ def _attend_kernel(
                 mask=here[None, :] & (d < D)[:, None],
                 other=0.0,
             )
-            score = dot(query, key, tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * scale
+            score = dot(query, key, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION) * scale
             if HAS_SOFTCAP:
                 score = _capped(score, softcap)
             seen = inside[:, None] & here[None, :]
@@ -103,7 +103,7 @@ def _attend_kernel(
                 mask=here[:, None] & (dv < DV)[None, :],
                 other=0.0,
             )
-            acc = dot(weight.to(value.dtype), value, acc * shrink[:, None])
+            acc = dot(weight.to(value.dtype), value, acc * shrink[:, None], PRECISION)
             total = total * shrink + tl.sum(weight, 1)
             top = new_top
     place = (b * rows + m) * heads + head
@@ -183,7 +183,8 @@ def _paged_attention(
         scale, softcap,
         *query_BMHD.stride()[:3], *key_SHD.stride()[:2], *value_SHD.stride()[:2],
         SLIDING=sliding_window, HAS_SOFTCAP=softcap > 0, HAS_SINKS=sinks_H is not None,
-        GROUPS=heads // kv_heads, PAGE=page_size, D=width, DV=width_v, SPLITS=num_splits, **sizes,
+        GROUPS=heads // kv_heads, PAGE=page_size, D=width, DV=width_v, SPLITS=num_splits,
+        PRECISION=product_precision(query_BMHD.dtype), **sizes,
     )  # fmt: skip
     if num_splits > 1:
         wrap_triton(_merge_kernel)[(batch * rows * heads,)](
@@ -196,11 +197,20 @@ def _paged_attention(
 
 def tile_sizes(folded_rows: int, width: int, width_v: int, element_size: int) -> dict[str, Any]:
     """Tile sizes and warps: what keeps one program's tiles in registers and shared memory."""
-    wide = max(width, width_v) * element_size > 256
-    block_m = min(max(power_of_2(folded_rows), 16), 32 if wide else 64)
-    sizes: dict[str, Any] = {"BLOCK_M": block_m, "BLOCK_N": 32 if wide else 64}
+    row_bytes = max(width, width_v) * element_size
+    most_m = 64 if row_bytes <= 256 else 32 if element_size < 4 else 16
+    block_m = min(max(power_of_2(folded_rows), 16), most_m)
+    block_n = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
+    sizes: dict[str, Any] = {"BLOCK_M": block_m, "BLOCK_N": block_n}
     sizes |= {"BLOCK_D": max(power_of_2(width), 16), "BLOCK_DV": max(power_of_2(width_v), 16)}
-    return sizes | {"num_warps": 4 if block_m <= 16 else 8, "num_stages": 2}
+    num_warps = 4 if block_m <= 16 and row_bytes <= 256 else 8
+    return sizes | {"num_warps": num_warps, "num_stages": 2}
+
+
+def product_precision(dtype: torch.dtype) -> str:
+    """Three TF32 products make one of float32 without holding whole rows in registers."""
+    is_nvidia = torch.version.hip is None
+    return "tf32x3" if dtype == torch.float32 and is_nvidia else "ieee"
 
 
 def default_splits(programs: int, entries: int) -> int:

@@ -10,10 +10,10 @@ _IS_INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
 
 @triton.jit
-def dot(a, b, acc):
+def dot(a, b, acc, PRECISION: tl.constexpr = "ieee"):
     """``acc + a b`` with float32 sums; float32 factors are not rounded to TF32."""
     # The interpreter multiplies the bits of bf16 numbers as integers.
     if _IS_INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
+    return tl.dot(a, b, acc, input_precision=PRECISION)
