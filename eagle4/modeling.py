@@ -26,7 +26,9 @@ from .engine.adaptive import AdaptiveDraft
 from .engine.call import CACHE_KEYWORD, Eagle4Output
 from .engine.drafting import EagleDraft
 from .engine.drawing import TemplateDraft
+from .engine.graphs import EAGER, CompileMode, Graphs, check_mode, is_compiled
 from .engine.home import HarnessHome
+from .engine.warmup import warm_up
 from .harness import FixedPolicy, HarnessPolicy
 from .ops import PackedLinears
 from .pair import Eagle4PairConfig, check_complete, is_pair, speculative_defaults
@@ -41,8 +43,10 @@ class Eagle4ForCausalLM(TargetShell):
 
     ``Eagle4ForCausalLM(target, drafter, tokenizer=None)`` takes loaded parts; `from_pretrained`
     takes parts, ids or folders. The drafter moves to the target's device and dtype. ``drafter``
-    may be None: every call then decodes plainly. Raises `ValueError` when the target cannot verify
-    packed rows or the pair does not fit together.
+    may be None: every call then decodes plainly. ``compile`` is "auto" (on accelerators), "on" or
+    "off", also as the attribute ``compile_mode``; ``generate(disable_compile=True)`` turns it off
+    for one call. Raises `ValueError` when the target cannot verify packed rows or the pair does
+    not fit together.
     """
 
     config_class = Eagle4PairConfig
@@ -52,7 +56,9 @@ class Eagle4ForCausalLM(TargetShell):
         target: PreTrainedModel | Eagle4PairConfig,
         drafter: Eagle4Drafter | None = None,
         tokenizer: Any = None,
+        compile: CompileMode = "auto",
     ):
+        check_mode(compile)
         if isinstance(target, Eagle4PairConfig):  # Transformers builds from a config
             config = target
             target = AutoModelForCausalLM.from_config(config.text_config)
@@ -68,6 +74,7 @@ class Eagle4ForCausalLM(TargetShell):
         self.drafter = drafter
         self.last_speculation: SpeculationStats | None = None
         self.last_harness: HarnessPolicy | None = None
+        self.compile_mode: CompileMode = compile
         self._home = HarnessHome()
         self.post_init()
         self.generation_config = speculative_defaults(target.generation_config)
@@ -85,6 +92,7 @@ class Eagle4ForCausalLM(TargetShell):
         self._packed = PackedLinears(drafter) if drafter is not None else None
         self._adapter: TargetAdapter | None = None
         self._tap_layers = taps
+        self._graphs: Graphs | None = None
 
     def _adopt_generation_config(self) -> None:
         """What was loaded for the whole holds for the target alone, too."""
@@ -109,6 +117,7 @@ class Eagle4ForCausalLM(TargetShell):
         tokenizer: Any = None,
         dtype: Any = None,
         device: Any = None,
+        compile: CompileMode = "auto",
         **kwargs,
     ) -> Eagle4ForCausalLM:
         """Target and drafter from loaded parts, hub ids or folders.
@@ -116,6 +125,7 @@ class Eagle4ForCausalLM(TargetShell):
         A single folder written by `save_pretrained` holds both. ``dtype`` and ``device`` apply to
         both parts; other keyword arguments go to the target's own `from_pretrained`.
         """
+        check_mode(compile)
         dtype = "auto" if dtype is None else dtype
         if drafter is None and not isinstance(target, PreTrainedModel) and is_pair(target, kwargs):
             kwargs["output_loading_info"] = True
@@ -123,6 +133,7 @@ class Eagle4ForCausalLM(TargetShell):
             check_complete(target, info)
             model._adopt_generation_config()
             model._attach(tokenizer)
+            model.compile_mode = compile
             return model if device is None else model.to(device)
         model = target
         if not isinstance(model, PreTrainedModel):
@@ -133,7 +144,7 @@ class Eagle4ForCausalLM(TargetShell):
             model = model.to(device)
         if drafter is not None and not isinstance(drafter, Eagle4Drafter):
             drafter = Eagle4Drafter.from_pretrained(drafter, target_config=model.config)
-        return cls(model, drafter, tokenizer)
+        return cls(model, drafter, tokenizer, compile)
 
     def save_pretrained(self, *args, **kwargs):
         """Transformers' own; a `SpeculativeConfig` among the defaults is written as its fields."""
@@ -213,7 +224,7 @@ class Eagle4ForCausalLM(TargetShell):
         config = SpeculativeConfig.parse(generation_config.speculative or None)  # type: ignore
         try:
             request = requests.build(self.target, *prepared, streamer, model_kwargs)
-            result = self._run(request, config)
+            result = self._run(request, config, self.graphs(generation_config.disable_compile))
         finally:
             # Also after an error, so that nobody waits for the rest of a stream.
             if streamer is not None:
@@ -222,10 +233,20 @@ class Eagle4ForCausalLM(TargetShell):
             return result.as_output(with_cache=bool(generation_config.use_cache))
         return result.sequences
 
-    def _run(self, request: Request, config: SpeculativeConfig | None) -> Result:
+    def graphs(self, disable_compile: bool = False) -> Graphs:
+        """The functions that a call's rounds run, compiled or eager."""
+        if disable_compile or not is_compiled(self.compile_mode, self.device):
+            return EAGER
+        if self._graphs is None:
+            self._graphs = Graphs(compiled=True)
+        return self._graphs
+
+    def _run(self, request: Request, config: SpeculativeConfig | None, graphs: Graphs) -> Result:
         with self._packed.active() if self._packed is not None else nullcontext():
-            policy, draft = self._speculation(config, request)
-            result = run(request, self.adapter, policy, draft)
+            drafter = None if config is None else self.drafter
+            warm_up(graphs, self.adapter, drafter, len(request.pads))
+            policy, draft = self._speculation(config, request, graphs)
+            result = run(request, self.adapter, policy, draft, graphs)
         if isinstance(policy, HarnessPolicy):
             self._home.settle(policy)
             self.last_harness = policy
@@ -233,7 +254,7 @@ class Eagle4ForCausalLM(TargetShell):
         self.last_speculation = result.stats
         return result
 
-    def _speculation(self, config: SpeculativeConfig | None, request: Request):
+    def _speculation(self, config: SpeculativeConfig | None, request: Request, graphs: Graphs):
         """Policy and draft of one call; (None, None) decodes plainly."""
         if config is None or self.drafter is None:
             return None, None
@@ -243,7 +264,7 @@ class Eagle4ForCausalLM(TargetShell):
             config = dataclasses.replace(config, request_class="sampled")
         if config.harness:
             most = len(request.pads) * (request.max_length - request.input_ids.shape[1])
-            policy = self._home.policy(config, self.adapter, self.drafter, most)
+            policy = self._home.policy(config, self.adapter, self.drafter, most, graphs)
             if policy is not None:
                 draft = TemplateDraft if is_drawn else AdaptiveDraft
                 return policy, draft(self.drafter, policy)

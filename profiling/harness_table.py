@@ -90,6 +90,11 @@ def row_of(name: str, batch: int, cells: list[Cell]) -> dict[str, Any]:
     }
 
 
+def _shape(text: str) -> tuple[int, ...]:
+    depth, width, nodes = (int(number) for number in text.split("/"))
+    return depth, width, nodes
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", nargs="+", required=True, help="JSON lines, one set each")
@@ -101,7 +106,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--drafter", help="folder (default: the shipped one)")
-    parser.add_argument("--small-grid", action="store_true", help="four fixed shapes, not eight")
+    parser.add_argument(
+        "--grid",
+        nargs="+",
+        type=_shape,
+        default=GRID,
+        metavar="D/K/N",
+        help="fixed shapes: depth, children per node, nodes (default: eight of them)",
+    )
     parser.add_argument("--out", help="write OUT.json and OUT.md")
     return parser.parse_args()
 
@@ -114,7 +126,6 @@ def main() -> None:
     sets = {Path(path).stem: load_prompts(path, args.limit) for path in args.prompts}
     first = next(iter(sets.values()))
     sets |= {"copy": copy_prompts(first), "hostile": first}
-    grid = GRID[::2] if args.small_grid else GRID
     rows = []
     for batch in args.batch_sizes:
         config = BenchConfig(
@@ -127,7 +138,7 @@ def main() -> None:
         for name, prompts in sets.items():
             processors = LogitsProcessorList([PseudoRandom()])
             extra = {"logits_processor": processors} if name == "hostile" else {}
-            arms = arms_of(model, grid, extra)
+            arms = arms_of(model, args.grid, extra)
             cells = run_benchmark(arms, prompts, tokenizer, config, args.device)
             rows.append(row_of(name, batch, cells))
             print(json.dumps(rows[-1]), flush=True)

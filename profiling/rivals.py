@@ -44,6 +44,7 @@ class HarnessRun:
         self.policy, self.costs, self.batch = policy, costs, batch
         self.rng = np.random.default_rng(seed)
         self.pending = batch
+        self.remaining = 1 << 20
         self.slow = 1.0
 
     def rounds(self, process: Process, count: int) -> Tally:
@@ -55,7 +56,7 @@ class HarnessRun:
 
     def round(self, process: Process) -> Tally:
         policy, costs, batch = self.policy, self.costs, self.batch
-        plan = policy.plan(Load(batch, 1, self.pending, 1 << 20))
+        plan = policy.plan(Load(batch, 1, self.pending, self.remaining))
         if not plan.speculative:
             self.pending += batch
             plain = costs.verify(batch)

@@ -97,6 +97,22 @@ def test_bench_writes_files_and_one_json_line(folders, prompts, tmp_path, capsys
     assert "accept length" in (tmp_path / "results" / "bench.md").read_text()
 
 
+@pytest.mark.parametrize("mode", ["on", "off"])
+def test_compile_reaches_the_model_and_the_record(mode, folders, prompts, tmp_path, monkeypatch):
+    compiled = []
+
+    def compile(function, **kwargs):
+        compiled.append(function.__name__)
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile)
+    out, arms = str(tmp_path / "bench"), ["--arms", "plain,eagle4"]
+    assert main(["bench", *folders, *prompts, *arms, "--compile", mode, "--out", out]) == 0
+    record = json.loads((tmp_path / "bench.json").read_text())
+    assert record["setup"]["compile"] == mode
+    assert set(compiled) == ({"draft", "propose", "run_block"} if mode == "on" else set())
+
+
 def test_check_passes_on_equal_output(folders, prompts, capsys):
     arms = ["--arms", "transformers,plain,eagle4,chain"]
     assert main(["check", *folders, *prompts, *arms, "--batch-size", "2"]) == 0

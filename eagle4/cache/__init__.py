@@ -6,9 +6,10 @@ Always: committed token ``i`` of a sequence sits at index ``i`` of its page list
 what plain decoding leaves; drafted rows live behind the committed prefix until they are compacted.
 """
 
+from .layer import LayerStep, attend_layer
 from .pages import PageTable
 from .pool import KVPool
-from .rows import AttentionStep, Window
-from .step import attend, build_step
+from .step import AttentionStep, Window, attend, build_step
 
-__all__ = ["AttentionStep", "KVPool", "PageTable", "Window", "attend", "build_step"]
+__all__ = ["AttentionStep", "KVPool", "LayerStep", "PageTable", "Window"]
+__all__ += ["attend", "attend_layer", "build_step"]

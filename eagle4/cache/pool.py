@@ -28,15 +28,22 @@ class KVPool:
         self.num_slots = num_slots
         self._addresses = None
 
-    def store(
-        self, layer: int, slot_R: torch.Tensor, key_RHD: torch.Tensor, value_RHD: torch.Tensor
+    def pair(
+        self, layer: int, key_RHD: torch.Tensor, value_RHD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write rows to their slots and return the layer's whole (K, V)."""
+        """The layer's whole (K, V), made for rows like these when it does not exist yet."""
         pair = self.layers.get(layer)
         if pair is None:
             pair = (self._empty(key_RHD), self._empty(value_RHD))
             self.layers[layer] = pair
             self._addresses = None
+        return pair
+
+    def store(
+        self, layer: int, slot_R: torch.Tensor, key_RHD: torch.Tensor, value_RHD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write rows to their slots and return the layer's whole (K, V)."""
+        pair = self.pair(layer, key_RHD, value_RHD)
         pair[0].index_copy_(0, slot_R, key_RHD)
         pair[1].index_copy_(0, slot_R, value_RHD)
         return pair

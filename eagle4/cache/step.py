@@ -7,14 +7,187 @@ drafted token's position is its depth, not its index.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from ..ops import has_kernels
-from .dense import DenseStep
-from .paged import PagedStep
+from ..ops import PagedView, fold_visible, has_kernels
+from .layer import LayerStep, attend_layer, windowed
+from .paged import paged_view
 from .pages import PageTable
 from .pool import KVPool
-from .rows import AttentionStep, Window
+
+
+class Window(NamedTuple):
+    """What one sequence contributes to a packed forward."""
+
+    sequence: int  # row of the page table
+    prefix: int  # committed entries, all visible
+    offset: int  # window index of this step's first row; earlier entries are already stored
+    position: torch.Tensor  # int64 [w] positions of all window entries, stored and new
+    visible: torch.Tensor  # bool [n, w] which window entries each new row sees (itself included)
+
+
+class AttentionStep:
+    """Index tensors of one packed forward, shared by all layers.
+
+    ``slot_R`` where rows are written; ``position_R`` their positions; ``read`` gives a pool tensor
+    as ``[B, L, heads, width]``; `visible` the visibility ``[B, M, L]``, where M pads every sequence
+    to the same number of rows. With a ``view`` keys are read in their pages and L is 0.
+    """
+
+    def __init__(
+        self,
+        slot_R: torch.Tensor,
+        position_R: torch.Tensor,
+        pad_BM: torch.Tensor | None,
+        unpad_R: torch.Tensor | None,
+        visible_BML: torch.Tensor,
+        query_position_BM: torch.Tensor,
+        key_position_BL: torch.Tensor,
+        run: tuple[int, int] | None,
+        slot_BL: torch.Tensor | None,
+        view: PagedView | None = None,
+        page_size: int = 0,
+    ):
+        self.slot_R = slot_R
+        self.position_R = position_R
+        self.pad_BM = pad_BM
+        self.unpad_R = unpad_R
+        self.visible_BML = visible_BML
+        self.query_position_BM = query_position_BM
+        self.key_position_BL = key_position_BL
+        self.run = run
+        self.slot_BL = slot_BL
+        self.view = view
+        self.page_size = page_size
+        self._folded: dict[tuple, torch.Tensor] = {}
+
+    @property
+    def shape(self) -> torch.Size:
+        """(B, M, L)."""
+        return self.visible_BML.shape
+
+    def layer(
+        self, keys_SHD: torch.Tensor, values_SHD: torch.Tensor, gathers: bool = False
+    ) -> LayerStep:
+        """What one layer with these pools needs of the step.
+
+        ``gathers``: address several sequences by slots even where they form a run, so that there is
+        one case instead of two.
+        """
+        start, stride = self.run or (0, 0)
+        if gathers and self.slot_BL is None and self.shape[0] > 1 and self.view is None:
+            batch, _, length = self.shape
+            index_BL = torch.arange(length, device=self.slot_R.device).repeat(batch, 1)
+            first_B = start + stride * torch.arange(batch, device=self.slot_R.device)
+            self.slot_BL, self.run = index_BL + first_B.unsqueeze(1), None
+            start = stride = 0
+        return LayerStep(
+            keys_SHD,
+            values_SHD,
+            self.slot_R,
+            self.visible_BML,
+            self.query_position_BM,
+            self.key_position_BL,
+            self.pad_BM,
+            self.unpad_R,
+            self.slot_BL,
+            start,
+            stride,
+            view=self.view,
+            page_size=self.page_size,
+        )
+
+    def mask(self, sliding_window: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor:
+        """The visibility as `ops.tree_attention` adds it, made once for all layers alike."""
+        key = sliding_window, groups, dtype
+        if key not in self._folded:
+            seen = windowed(
+                self.visible_BML, self.query_position_BM, self.key_position_BL, sliding_window
+            )
+            self._folded[key] = fold_visible(seen, groups, dtype)
+        return self._folded[key]
+
+
+def build_step(
+    table: PageTable, windows: list[Window], device: torch.device, paged: bool | None = None
+) -> AttentionStep:
+    """Index tensors for rows packed in the order of ``windows``.
+
+    ``paged``: read keys in their pages; None: where a kernel can do that.
+    """
+    rows = [window.visible.shape[0] for window in windows]
+    lengths = [window.prefix + window.visible.shape[1] for window in windows]
+    most, longest = max(rows), max(lengths)
+    slots: list[int] = []
+    for window, count in zip(windows, rows, strict=True):
+        first = window.prefix + window.offset
+        slots += table.slots(window.sequence, first, first + count)
+    position_R = torch.cat([w.position[w.offset : w.offset + w.visible.shape[0]] for w in windows])
+    pad_BM = unpad_R = None
+    if len(windows) > 1:
+        pad_BM, unpad_R = _padding(rows, most, device)
+    query_position_BM = position_R.unsqueeze(0) if pad_BM is None else position_R[pad_BM]
+    rows_in = torch.tensor(slots, device=device), position_R, pad_BM, unpad_R
+    if has_kernels(device) if paged is None else paged:
+        no_keys_BL = query_position_BM[:, :0]
+        unseen_BML = torch.zeros(*query_position_BM.shape, 0, dtype=torch.bool, device=device)
+        view = paged_view(table, windows, query_position_BM)
+        keys_in = unseen_BML, query_position_BM, no_keys_BL, (0, 0), None
+        return AttentionStep(*rows_in, *keys_in, view, table.page_size)
+    visible_BML, key_position_BL = _visibility(windows, most, longest, device)
+    run = _uniform_run(table, windows, longest)
+    slot_BL = None if run is not None else _gather_slots(table, windows, longest, device)
+    keys_in = visible_BML, query_position_BM, key_position_BL, run, slot_BL
+    return AttentionStep(*rows_in, *keys_in)
+
+
+def _padding(rows: list[int], most: int, device: torch.device):
+    pad, unpad, first = [], [], 0
+    for b, count in enumerate(rows):
+        pad.append([first + i if i < count else first for i in range(most)])
+        unpad += [b * most + i for i in range(count)]
+        first += count
+    return torch.tensor(pad, device=device), torch.tensor(unpad, device=device)
+
+
+def _visibility(windows: list[Window], most: int, longest: int, device: torch.device):
+    index_L = torch.arange(longest, device=device)
+    prefix_B = torch.tensor([window.prefix for window in windows], device=device)
+    visible_BML = (index_L < prefix_B[:, None, None]).repeat(1, most, 1)
+    key_position_BL = index_L.repeat(len(windows), 1)
+    for b, window in enumerate(windows):
+        count, width = window.visible.shape
+        columns = slice(window.prefix, window.prefix + width)
+        visible_BML[b, :count, columns] = window.visible
+        visible_BML[b, count:, columns] = window.visible[0]
+        key_position_BL[b, columns] = window.position
+    return visible_BML, key_position_BL
+
+
+def _uniform_run(table: PageTable, windows: list[Window], longest: int) -> tuple[int, int] | None:
+    """(start, stride) when all sequences are contiguous and equally spaced, in order."""
+    starts = [table.run_start(window.sequence) for window in windows]
+    if starts[0] is None or any(start is None for start in starts):
+        return None
+    if len(starts) == 1:
+        return (starts[0], 0)
+    stride = starts[1] - starts[0]  # type: ignore[operator]
+    if stride < longest or starts[0] + len(starts) * stride > table.num_slots:
+        return None
+    if any(s != starts[0] + i * stride for i, s in enumerate(starts)):
+        return None
+    return (starts[0], stride)
+
+
+def _gather_slots(table: PageTable, windows: list[Window], longest: int, device: torch.device):
+    rows = []
+    for window in windows:
+        width = window.prefix + window.visible.shape[1]
+        slots = table.slots(window.sequence, 0, width)
+        rows.append(slots + [slots[0]] * (longest - width))
+    return torch.tensor(rows, device=device)
 
 
 def attend(
@@ -32,16 +205,9 @@ def attend(
 
     ``options`` go to `ops.tree_attention` or `ops.paged_attention`.
     """
-    keys_SHD, values_SHD = pool.store(layer, step.slot_R, key_RHD, value_RHD)
-    return step.attend(query_RHD, keys_SHD, values_SHD, sliding_window, **options)
-
-
-def build_step(
-    table: PageTable, windows: list[Window], device: torch.device, paged: bool | None = None
-) -> AttentionStep:
-    """Index tensors for rows packed in the order of ``windows``.
-
-    ``paged``: read keys in their pages; None: where a kernel can do that.
-    """
-    is_paged = has_kernels(device) if paged is None else paged
-    return (PagedStep if is_paged else DenseStep)(table, windows, device)
+    own = step.layer(*pool.pair(layer, key_RHD, value_RHD))
+    if step.view is None:
+        groups = query_RHD.shape[1] // key_RHD.shape[1]
+        own = own._replace(mask=step.mask(sliding_window, groups, query_RHD.dtype))
+    rows = query_RHD, key_RHD, value_RHD
+    return attend_layer(own, *rows, sliding_window=sliding_window, **options)

@@ -44,7 +44,9 @@ def load_pair(args: Namespace) -> Loaded:
     """Target and drafter, attached. Raises `ValueError` when no drafter was named."""
     drafter = drafter_source(args)
     target, tokenizer, device = load_target(args)
-    model = Eagle4ForCausalLM.from_pretrained(target, drafter, tokenizer=tokenizer)
+    model = Eagle4ForCausalLM.from_pretrained(
+        target, drafter, tokenizer=tokenizer, compile=getattr(args, "compile", "auto")
+    )
     return Loaded(model, target, tokenizer, device)
 
 
@@ -86,6 +88,7 @@ def setup_record(args: Namespace, loaded: Loaded) -> dict[str, Any]:
             "dtype": target["dtype"],
             "device": target["device"],
             "speculation": str(speculation(args)),
+            "compile": "on" if loaded.model.graphs().compiled else "off",
             "prompts": Path(args.prompts).name if args.prompts else "built-in",
             "batch_size": args.batch_size,
             "turns": args.turns,

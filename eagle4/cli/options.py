@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from typing import get_args
 
+from ..engine.graphs import CompileMode
 from ..evaluation.arms import ARM_NAMES
 
 
@@ -44,6 +46,13 @@ def model_options(parser: argparse.ArgumentParser, drafter: bool = True) -> None
         help="auto (default: what is fast on this device), bfloat16, float16 or float32",
     )
     group.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
+    if drafter:
+        group.add_argument(
+            "--compile",
+            choices=get_args(CompileMode),
+            default="auto",
+            help="torch.compile the rounds: auto (default: on accelerators), on or off",
+        )
 
 
 def sampling_options(parser: argparse.ArgumentParser) -> None:

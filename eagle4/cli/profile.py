@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..engine.home import fingerprint, measure_pair, profile_path
 from ..engine.measure import COARSE, FINE
+from ..engine.warmup import warm_up
 from ..evaluation.environment import describe_environment
 from ..evaluation.report import markdown_table
 from ..harness import CostTable
@@ -19,11 +20,15 @@ from .common import load_pair
 def profile(args: Namespace) -> int:
     """Measure, print, write; what earlier runs learned about acceptance is kept."""
     model = load_pair(args).model
-    here = fingerprint(model.adapter, model.drafter)
+    graphs = model.graphs()
+    here = fingerprint(model.adapter, model.drafter, graphs)
     path = Path(args.out) if args.out else profile_path(here)
     known = read_or_none(path, here)
     with model._packed.active():
-        table = measure_pair(model.adapter, model.drafter, COARSE if args.coarse else FINE, here)
+        grid = COARSE if args.coarse else FINE
+        for batch in (1, 2):
+            warm_up(graphs, model.adapter, model.drafter, batch)
+        table = measure_pair(model.adapter, model.drafter, grid, here, graphs)
     experience = known[1] if known else Experience()
     write(path, table, experience)
     print(markdown(table))

@@ -12,15 +12,15 @@ from typing import NamedTuple, Protocol
 import torch
 
 from .. import tree as trees
-from ..cache import AttentionStep, Window, attend, build_step
+from ..cache import AttentionStep, Window, build_step
 from ..drafter import DraftOutput, Eagle4Drafter
 from ..harness import Policy
 from ..types import Candidates, Drawn, Plan, Tree
+from .graphs import MAX_CANDIDATES
 from .state import Sequence, State
 from .stats import SpeculationStats
 
 CHUNK = 512  # rows of one depth-0 forward
-MAX_CANDIDATES = 128  # of a law that tokens are drawn from
 
 
 class DraftError(RuntimeError):
@@ -219,12 +219,14 @@ def forward(
     stats: SpeculationStats,
 ) -> DraftOutput:
     """One drafter step on the draft pool."""
-
-    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        window = drafter.config.sliding_window
-        return attend(state.draft_pool, 0, step, query, key, value, sliding_window=window)
-
-    out = drafter(hidden_RH, token_R, step.position_R, attention)
+    config = drafter.config
+    heads_kv, width = config.num_key_value_heads, config.head_dim
+    like_RHD = hidden_RH.new_empty((0, heads_kv, width))
+    groups = config.num_attention_heads // heads_kv
+    mask = step.mask(config.sliding_window, groups, hidden_RH.dtype)
+    pair = state.draft_pool.pair(0, like_RHD, like_RHD)
+    layer = step.layer(*pair, gathers=state.graphs.compiled)._replace(mask=mask)
+    out = state.graphs.draft(drafter, hidden_RH, token_R, step.position_R, layer)
     stats.draft_calls += 1
     return out
 
@@ -239,10 +241,10 @@ def propose(
 ) -> Candidates:
     """The likeliest children, ``depth`` behind the roots; sampling looks at the shared noise."""
     if state.sampler is None:
-        candidates = drafter.propose(head_RH, top_k)
+        candidates = state.graphs.propose(drafter, head_RH, top_k)
     else:
         width = min(drafter.num_proposable, MAX_CANDIDATES)
-        candidates = drafter.propose(head_RH, width)
+        candidates = state.graphs.propose(drafter, head_RH, width)
         candidates = state.sampler.rank(candidates, sequences, depth, top_k)
     if not torch.isfinite(candidates.logp_RK[:, 0]).all():
         raise DraftError("the drafter's probabilities are not finite")

@@ -17,7 +17,8 @@ from ..harness import HarnessPolicy
 from ..noise import Purpose
 from ..types import Drawn, Law, Plan, Tree
 from .adaptive import Lap
-from .drafting import MAX_CANDIDATES, DraftError, EagleDraft, catch_up, forward
+from .drafting import DraftError, EagleDraft, catch_up, forward
+from .graphs import MAX_CANDIDATES
 from .sampler import Sampler
 from .state import Sequence, State
 from .stats import SpeculationStats
@@ -136,7 +137,7 @@ class _Drawing:
     def _draw(self, level: Rows[int], out: DraftOutput, depth: int) -> None:
         """Draw the children of the level's slots, without replacement, elder siblings first."""
         batch, width = len(self.sequences), self.law.token_BRC.shape[-1]
-        candidates = self.sampler.law(self.drafter.propose(out.head_RH, width))
+        candidates = self.sampler.law(self.state.graphs.propose(self.drafter, out.head_RH, width))
         token_RC, logq_RC = candidates
         is_law_R1 = torch.isfinite(logq_RC.logsumexp(dim=-1, keepdim=True))
         logq_RC = torch.where(is_law_R1, logq_RC, float("-inf"))

@@ -24,6 +24,7 @@ from ..harness.acceptance import Experience
 from ..harness.profile_file import file_name, read, read_or_none, write
 from ..machine import cache_dir, device_name, package_version
 from ..target import TargetAdapter
+from .graphs import EAGER, Graphs
 from .measure import COARSE, Grid, measure
 from .parts import make_cases
 
@@ -53,18 +54,19 @@ class HarnessHome:
         target: TargetAdapter,
         drafter: Eagle4Drafter,
         num_tokens: int,
+        graphs: Graphs = EAGER,
     ) -> HarnessPolicy | None:
         """A policy for one call of up to ``num_tokens`` new tokens; None without a table.
 
         Raises `ValueError` when ``config.profile`` is broken or from another setup, `OSError` when
         it cannot be read.
         """
-        here = fingerprint(target, drafter)
+        here = fingerprint(target, drafter, graphs)
         if config.profile is not None:
             table, experience = read(Path(config.profile), here, frozen=True)
             return HarnessPolicy(config, table, experience)
         if self._profile is None or self._profile.table.fingerprint != here:
-            self._profile = self._find(here, target, drafter, num_tokens)
+            self._profile = self._find(here, target, drafter, num_tokens, graphs)
             if self._profile is None:
                 return None
             self._saved_rounds = self._profile.experience.rounds
@@ -81,7 +83,12 @@ class HarnessHome:
             _save(profile)
 
     def _find(
-        self, here: dict[str, Any], target: TargetAdapter, drafter: Eagle4Drafter, num_tokens: int
+        self,
+        here: dict[str, Any],
+        target: TargetAdapter,
+        drafter: Eagle4Drafter,
+        num_tokens: int,
+        graphs: Graphs,
     ) -> Profile | None:
         found = read_or_none(profile_path(here), here)
         if found is not None:
@@ -89,20 +96,24 @@ class HarnessHome:
         if num_tokens < WORTH_TOKENS:
             return None
         logger.info("measuring the costs of this pair once (a few seconds)")
-        profile = Profile(measure_pair(target, drafter, COARSE, here), Experience())
+        profile = Profile(measure_pair(target, drafter, COARSE, here, graphs), Experience())
         _save(profile)
         return profile
 
 
 def measure_pair(
-    target: TargetAdapter, drafter: Eagle4Drafter, grid: Grid, here: dict[str, Any] | None = None
+    target: TargetAdapter,
+    drafter: Eagle4Drafter,
+    grid: Grid,
+    here: dict[str, Any] | None = None,
+    graphs: Graphs = EAGER,
 ) -> CostTable:
     """Measure a pair; call it where packed weights are active."""
     device = target.device
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    with torch.no_grad(), target.attached():
-        cases = make_cases(target, drafter, grid)
-        return measure(cases, grid, here or fingerprint(target, drafter), synchronize)
+    with torch.no_grad(), target.attached(run_block=graphs.block):
+        cases = make_cases(target, drafter, grid, graphs)
+        return measure(cases, grid, here or fingerprint(target, drafter, graphs), synchronize)
 
 
 def profile_path(here: dict[str, Any]) -> Path:
@@ -111,7 +122,9 @@ def profile_path(here: dict[str, Any]) -> Path:
     return (Path(own).expanduser() if own else cache_dir() / "profiles") / file_name(here)
 
 
-def fingerprint(target: TargetAdapter, drafter: Eagle4Drafter) -> dict[str, Any]:
+def fingerprint(
+    target: TargetAdapter, drafter: Eagle4Drafter, graphs: Graphs = EAGER
+) -> dict[str, Any]:
     """Everything that a measured nanosecond depends on, as plain values."""
     versions = {name: package_version(name) for name in ("torch", "transformers", "eagle4")}
     return {
@@ -120,7 +133,8 @@ def fingerprint(target: TargetAdapter, drafter: Eagle4Drafter) -> dict[str, Any]
         "drafter": _identity(drafter.config),
         "dtype": str(target.dtype).removeprefix("torch."),
         "attention": "packed",
-        "compile": "eager",
+        "compile": "inductor" if graphs.compiled else "eager",
+        "threads": torch.get_num_threads() if target.device.type == "cpu" else None,
         "packed_weights": os.environ.get("EAGLE4_PACK_WEIGHTS", "1"),
         "tensor_parallel": 1,
         "versions": versions,

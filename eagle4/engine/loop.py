@@ -17,6 +17,7 @@ from .call import Call, Request, Result
 from .commit import commit_cache, commit_tokens
 from .drafting import Draft, DraftError
 from .fallback import is_out_of_memory, stop_speculating
+from .graphs import EAGER, Graphs
 from .output import Recorder, Streamer
 from .plans import before_round, load_of, report_round
 from .prefix import Eagle4Cache, resume
@@ -30,10 +31,11 @@ def run(
     target: TargetAdapter,
     policy: Policy | None = None,
     draft: Draft | None = None,
+    graphs: Graphs = EAGER,
 ) -> Result:
     """Generate. Without ``draft`` every round is plain: one row per sequence."""
     state = State(
-        request.input_ids, request.pads, request.pad_token, request.known, request.sampler
+        request.input_ids, request.pads, request.pad_token, request.known, request.sampler, graphs
     )
     if request.cache is not None:
         resume(request.cache, state, needs_features=draft is not None)
@@ -50,7 +52,7 @@ def run(
         streamer=Streamer(request.streamer, state, request.pads_finished),
         processors=[for_sequence(request.processors, b, batch) for b in range(batch)],
     )
-    with target.attached(with_taps=draft is not None):
+    with target.attached(with_taps=draft is not None, run_block=graphs.block):
         _generate(call)
     return _result(call)
 

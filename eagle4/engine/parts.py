@@ -16,6 +16,7 @@ from ..target import TargetAdapter
 from ..types import Candidates, Tree
 from .adaptive import _probabilities, take
 from .drafting import catch_up, expand, propose, root_level
+from .graphs import EAGER, Graphs
 from .measure import Case, Grid
 from .reference import empty_tree, verify
 from .state import State
@@ -25,10 +26,18 @@ from .stats import SpeculationStats
 class Stage:
     """A state of ``batch`` sequences with ``context`` committed tokens each."""
 
-    def __init__(self, target: TargetAdapter, drafter: Eagle4Drafter, batch: int, context: int):
-        self.target, self.drafter = target, drafter
+    def __init__(
+        self,
+        target: TargetAdapter,
+        drafter: Eagle4Drafter | None,
+        batch: int,
+        context: int,
+        graphs: Graphs = EAGER,
+    ):
+        self.target = target
+        self.drafter: Eagle4Drafter = drafter  # type: ignore[assignment]  # plain parts need none
         ids = torch.ones(batch, context + 1, dtype=torch.int64, device=target.device)
-        self.state = State(ids, [0] * batch, 0)
+        self.state = State(ids, [0] * batch, 0, graphs=graphs)
         self.context = context
         for sequence in self.state.sequences:
             self.state.reserve(sequence, context + 640)
@@ -42,16 +51,19 @@ class Stage:
         processors = [LogitsProcessorList() for _ in state.sequences]
         verify(state, state.sequences, tree, self.target, processors).verdict.length_B.tolist()
 
-    def root(self, rows: int) -> None:
-        """``rows`` verified rows of the first sequence through the drafter."""
-        state, drafter, first = self.state, self.drafter, self.state.sequences[0]
+    def root(self, rows: int, num_sequences: int = 1) -> None:
+        """``rows`` verified rows of each of the first sequences through the drafter."""
+        state, drafter = self.state, self.drafter
+        sequences = state.sequences[:num_sequences]
         rows = min(rows, self.context)
         taps, width = len(drafter.config.tap_layers), drafter.config.target_hidden_size
-        first.draft_length = self.context - rows
-        first.pending = [torch.zeros(rows, taps, width, device=state.device, dtype=drafter.dtype)]
-        root = catch_up(state, [first], drafter, SpeculationStats())
+        for sequence in sequences:
+            sequence.draft_length = self.context - rows
+            zeros = torch.zeros(rows, taps, width, device=state.device, dtype=drafter.dtype)
+            sequence.pending = [zeros]
+        root = catch_up(state, sequences, drafter, SpeculationStats())
         width = min(4, drafter.num_proposable)
-        _probabilities(propose(state, [first], drafter, root.head_RH, 1, width), 1)
+        _probabilities(propose(state, sequences, drafter, root.head_RH, 1, width), num_sequences)
 
     def level(self, width: int) -> None:
         """One more drafter level of ``width`` nodes per sequence."""
@@ -71,7 +83,9 @@ class Stage:
         take(chain(batch, 16, self.state.device), [list(range(8))] * batch)
 
 
-def make_cases(target: TargetAdapter, drafter: Eagle4Drafter, grid: Grid) -> dict:
+def make_cases(
+    target: TargetAdapter, drafter: Eagle4Drafter, grid: Grid, graphs: Graphs = EAGER
+) -> dict:
     """``(kind, rows, context) -> callable`` for every point of a grid that the target can hold."""
     text = target.config
     longest = getattr(text, "max_position_embeddings", None) or 1 << 30
@@ -81,7 +95,7 @@ def make_cases(target: TargetAdapter, drafter: Eagle4Drafter, grid: Grid) -> dic
     cases: dict[tuple[str, int, int], Case] = {}
     for context in contexts:
         stages = {
-            batch: Stage(target, drafter, batch, context)
+            batch: Stage(target, drafter, batch, context, graphs)
             for batch in sorted(
                 {1, *grid.plain_batches, *(-(-r // widest) for r in grid.level_rows)}
             )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..cache import KVPool, PageTable
+from .graphs import EAGER, Graphs
 
 if TYPE_CHECKING:
     from .sampler import Sampler
@@ -36,7 +37,7 @@ class State:
 
     ``ids_BT`` holds every row as Transformers would: left padding, prompt, generated tokens. The
     first ``known`` columns came from a cache, not from the caller. ``sampler`` draws the tokens;
-    None decodes greedily.
+    None decodes greedily. ``graphs`` are the functions that the rounds run.
     """
 
     def __init__(
@@ -46,11 +47,13 @@ class State:
         pad_token: int,
         known: int = 0,
         sampler: Sampler | None = None,
+        graphs: Graphs = EAGER,
     ):
         self.prompt_length = ids_BP.shape[1]
         self.known = known
         self.pad_token = pad_token
         self.sampler = sampler
+        self.graphs = graphs
         self.ids_BT = ids_BP.clone()
         self.table = PageTable(len(ids_BP))
         self.target_pool = KVPool()

@@ -18,7 +18,7 @@ from .fixed_point import BITS, MOST_NS
 from .nodes import Nodes
 from .outlook import Outlook, Shape
 from .policy import Prices
-from .regime import Q, Regime
+from .regime import UNIT, Q, Regime
 from .report import HarnessReport, Round
 from .wide import WideNodes
 
@@ -27,6 +27,7 @@ SETTLE_ROUNDS = 64
 WIDE = 16  # sequences from which decisions are made in tensor code
 _TRUST_PRIOR = 8 << BITS  # accepted nodes' worth of belief in the calibration
 _USUAL_RATE = 0.3
+_REVISIT_RATE = 0.15  # how fast a call that only decoded plainly forgets why
 
 
 class HarnessPolicy:
@@ -41,6 +42,7 @@ class HarnessPolicy:
         self.report = HarnessReport()
         self.book: Book = self.experience.book(config.request_class)
         self._regimes: dict[int, Regime] = {}
+        self._known: dict[int, int] = {}  # latest expectation, like the gain of a regime
         self._outlooks: dict[tuple, tuple[Outlook, Outlook]] = {}
         self._accepted = self._promised = 0  # fading sums in 2^-30 nodes
         self._rounds = 0
@@ -59,12 +61,12 @@ class HarnessPolicy:
         self._nodes, self._num_verified = Nodes([], self.book), None
         plain_ns = self.table.cost_ns("plain", load.num_sequences, load.context)
         known, hoped = self._outlook(load)
-        regime = self._regime(load, known)
         extra = max(0, load.pending - 2 * load.num_sequences)
         catch_up = self._root_ns(load, load.pending) - self._root_ns(load, load.pending - extra)
-        rounds_left = load.remaining * load.num_sequences * 1024 // max(known.tokens_q10, 1)
+        setting = (catch_up << Q) // plain_ns, _rounds_left(load, known)
+        regime = self._regime(load, known, *setting)
         is_hopeless = hoped.gain <= 0
-        speculative = not is_hopeless and regime.decide((catch_up << Q) // plain_ns, rounds_left)
+        speculative = not is_hopeless and regime.decide(*setting)
         compared = self.table.num_compared(load.num_sequences)
         is_check = speculative and not self.table.frozen and regime.is_check_due(compared)
         speculative = speculative and not is_check
@@ -195,11 +197,18 @@ class HarnessPolicy:
         self._regimes[_size(load)].record(gain, done.tokens, cost_ns)
 
     def finish(self) -> None:
-        """The call is over: fold what was typical into the experience."""
+        """The call is over: fold what was typical into the experience.
+
+        A call that never speculated says nothing about speculation. Its belief moves towards what
+        the calibration promises, so that a load which once did badly is looked at again.
+        """
         usual = self.experience.usual_gain
         for size, regime in self._regimes.items():
-            gain = regime.mean / (1 << Q)
-            usual[size] = usual.get(size, gain) + _USUAL_RATE * (gain - usual.get(size, gain))
+            gain, rate = regime.mean, _USUAL_RATE
+            if not regime.rounds:
+                gain, rate = max(self._known[size], gain), _REVISIT_RATE
+            gain = min(gain, UNIT) / UNIT
+            usual[size] = usual.get(size, gain) + rate * (gain - usual.get(size, gain))
 
     # -- prices ----------------------------------------------------------------------------------
 
@@ -240,13 +249,19 @@ class HarnessPolicy:
             )
         return self._outlooks[key]
 
-    def _regime(self, load: Load, known: Outlook) -> Regime:
+    def _regime(self, load: Load, known: Outlook, catch_up: int, rounds_left: int) -> Regime:
         size = _size(load)
+        self._known[size] = known.gain
         if size not in self._regimes:
             usual = self.experience.usual_gain.get(size)
-            gain = known.gain if usual is None else round(usual * (1 << Q))
+            gain = known.gain if usual is None else round(usual * UNIT)
             self._regimes[size] = Regime.start(
-                load.num_sequences, gain, known.tokens_q10, known.cost_ns
+                load.num_sequences,
+                gain,
+                known.tokens_q10,
+                known.cost_ns,
+                catch_up,
+                rounds_left,
             )
         return self._regimes[size]
 
@@ -254,3 +269,7 @@ class HarnessPolicy:
 def _size(load: Load) -> int:
     """Batch sizes that share a regime: powers of two."""
     return load.num_sequences.bit_length()
+
+
+def _rounds_left(load: Load, known: Outlook) -> int:
+    return load.remaining * load.num_sequences * 1024 // max(known.tokens_q10, 1)

@@ -19,6 +19,10 @@ MEMORY, LEAST_MEMORY = 24, 6  # rounds of one sequence, of many, that the mean r
 PRIOR_COUNT, PRIOR_VARIANCE = 4, UNIT // 10
 FIRST_WAIT, LEAST_WAIT = 8, 24
 PROBE_SHARE = 80  # a probe may cost 1/80 of the plain time before it
+# A call's gain lies this far around what is usual: texts differ.
+SPREAD = UNIT // 5
+TRIAL = 8  # rounds after which a bad start is noticed
+SERVES = 4  # calls like this one that what a trial teaches is good for
 FIRST_CHECK, LEAST_CHECK, CHECKS = 8, 32, 3  # rounds to plain rounds for comparison
 RATE_MEMORY = 128  # rounds that the price of a token remembers
 
@@ -40,20 +44,32 @@ class Regime:
     spent: int = 0  # by the current probe, catching up apart
     tokens: int = 0  # fading sums of speculative rounds, tokens in 2^-10
     cost_ns: int = 0
+    rounds: int = 0  # speculative ones
 
     @classmethod
-    def start(cls, num_sequences: int, gain: int, tokens_q10: int, cost_ns: int) -> Regime:
+    def start(
+        cls,
+        num_sequences: int,
+        gain: int,
+        tokens_q10: int,
+        cost_ns: int,
+        catch_up: int,
+        rounds_left: int,
+    ) -> Regime:
         """From an expected gain, and expected tokens and cost of a round (worth 8 rounds).
 
         A round of many sequences says more than a round of one, so less of the past is needed.
+        ``catch_up`` and ``rounds_left`` as in `decide`: a start that may turn out well is tried
+        where calls are long enough to repay it.
         """
         size = num_sequences.bit_length()
         gain = min(gain, UNIT)
+        price = catch_up + TRIAL * max(-gain, 0)
         return cls(
             gain,
             count=max(1, PRIOR_COUNT // size),
             memory=max(MEMORY // size, LEAST_MEMORY),
-            speculating=gain > -MARGIN,
+            speculating=SERVES * rounds_left * _upside(gain) >= price,
             loss=max(-gain, 0),
             tokens=8 * tokens_q10,
             cost_ns=8 * max(cost_ns, 1),
@@ -61,6 +77,7 @@ class Regime:
 
     def record(self, gain: int, tokens: int, cost_ns: int) -> None:
         """A speculative round: its gain, its committed tokens and its predicted cost."""
+        self.rounds += 1
         self.count = min(self.count + 1, self.memory)
         delta = gain - self.mean
         self.mean += delta // self.count
@@ -122,3 +139,13 @@ class Regime:
     def _stop(self, loss: int) -> None:
         self.speculating = self.probing = False
         self.waited, self.wait, self.loss = 0, LEAST_WAIT, loss
+
+
+def _upside(gain: int) -> int:
+    """Mean of a call's gain where it is positive (else nothing is lost: speculation stops).
+
+    Of a uniform law around ``gain``.
+    """
+    if gain >= SPREAD:
+        return gain
+    return max(gain + SPREAD, 0) ** 2 // (4 * SPREAD)

@@ -20,6 +20,25 @@ from torch import nn
 
 _ROWS_HINT = 16
 
+# Inductor insists on constant weights when it meets oneDNN's own operator; behind this name it
+# leaves the call as it is, and one compiled block serves every layer's weights.
+_library = torch.library.Library("eagle4", "FRAGMENT")
+_library.define("packed_linear(Tensor rows, Tensor weight, Tensor? bias) -> Tensor")
+
+
+@torch.library.impl(_library, "packed_linear", "CompositeExplicitAutograd")
+def _packed_linear(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+
+
+@torch.library.register_fake("eagle4::packed_linear", lib=_library)
+def _fake_packed_linear(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    return rows.new_empty((rows.shape[0], weight.shape[0]))
+
 
 class PackedLinears:
     """Packed copies of a model's CPU linears, made at first use and kept while valid."""
@@ -36,11 +55,13 @@ class PackedLinears:
             del self._packed[name]
         try:
             for name, layer in layers.items():
-                layer.forward = _PackedForward(layer, self._weight(name, layer))  # type: ignore[method-assign]
+                layer.__dict__["packed_weight"] = self._weight(name, layer)
+                layer.__class__ = PackedLinear
             yield
         finally:
             for layer in layers.values():
-                layer.__dict__.pop("forward", None)
+                layer.__class__ = nn.Linear
+                layer.__dict__.pop("packed_weight", None)
 
     def _weight(self, name: str, layer: nn.Linear) -> torch.Tensor:
         weight = layer.weight.detach()
@@ -75,17 +96,22 @@ def _sample(weight: torch.Tensor) -> torch.Tensor:
     return weight.view(-1)[:: weight.numel() // 256 | 1]
 
 
-class _PackedForward:
-    """Replacement for `nn.Linear.forward` that reads the packed copy."""
+class PackedLinear(nn.Linear):
+    """What a linear is while its packed copy is in place.
 
-    def __init__(self, layer: nn.Linear, weight: torch.Tensor):
-        self.bias = layer.bias
-        self.weight = weight
+    Its class changes, not its ``forward``: a compiler compares classes, so one compiled block
+    serves every layer, while a ``forward`` of its own would make each layer another case.
+    """
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        flat = rows.reshape(-1, rows.shape[-1])
-        out = torch.ops.mkldnn._linear_pointwise(flat, self.weight, self.bias, "none", [], "")
-        return out.view(*rows.shape[:-1], out.shape[-1])
+    packed_weight: torch.Tensor
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        flat = input.reshape(-1, input.shape[-1])
+        if torch.compiler.is_compiling():
+            out = torch.ops.eagle4.packed_linear(flat, self.packed_weight, self.bias)
+        else:
+            out = _packed_linear(flat, self.packed_weight, self.bias)
+        return out.view(*input.shape[:-1], out.shape[-1])
 
 
 def _layers_to_pack(model: nn.Module, already: bool) -> list[tuple[str, nn.Linear]]:

@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..cache import AttentionStep, KVPool
 from ..ops import PackedLinears
 from . import attention
+from .blocks import RunBlock, replaced
 from .families import check_target, is_proven
 from .probe import probe
 
@@ -60,8 +61,13 @@ class TargetAdapter:
         return self.model.get_input_embeddings().weight.dtype  # type: ignore[return-value]
 
     @contextmanager
-    def attached(self, with_taps: bool = True) -> Iterator[TargetAdapter]:
-        """Packed attention and taps are in place inside, gone outside."""
+    def attached(
+        self, with_taps: bool = True, run_block: RunBlock | None = None
+    ) -> Iterator[TargetAdapter]:
+        """Packed attention and taps are in place inside, gone outside.
+
+        The blocks run through ``run_block`` when it is given.
+        """
         taps = self.tap_layers if with_taps else []
         configs = _with_sub_configs(self.model.config)
         if not any(config is self.config for config in configs):
@@ -71,7 +77,7 @@ class TargetAdapter:
         try:
             for config in configs:
                 config._attn_implementation = attention.NAME
-            with self.evaluating(), self._packed.active():
+            with self.evaluating(), self._packed.active(), replaced(self.blocks, run_block):
                 yield self
         finally:
             for handle in handles:

@@ -14,7 +14,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from ..cache import AttentionStep, KVPool, attend
+from ..cache import AttentionStep, KVPool, LayerStep, attend, attend_layer
 
 NAME = "eagle4"
 KEYWORD = "eagle4_state"
@@ -28,6 +28,7 @@ class AttentionCall(NamedTuple):
     """What one layer's attention call carried beside q, k and v."""
 
     sliding_window: int | None
+    groups: int  # query heads per key head
     unknown: frozenset[str]  # names of arguments that were given and not used
 
 
@@ -50,30 +51,27 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    eagle4_state: PackedState | None = None,
+    eagle4_state: PackedState | LayerStep | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """``[1, heads, R, D]`` in, ``[1, R, heads, D]`` out, as the attention interface asks."""
+    rows = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    options = {"scale": scaling, "softcap": softcap, "sinks_H": s_aux}
+    if isinstance(eagle4_state, LayerStep):  # inside a compiled block
+        out_RHD = attend_layer(eagle4_state, *rows, sliding_window=sliding_window, **options)
+        return out_RHD.unsqueeze(0), None
     if eagle4_state is None:
         raise OutsideCallError(
             "the target was called from outside while eagle4 is generating with it; "
             "use a second copy of the model for concurrent calls"
         )
+    layer: int = module.layer_idx  # type: ignore[assignment]
     if eagle4_state.calls is not None:
         unknown = frozenset(k for k, v in kwargs.items() if v is not None and v is not False)
-        eagle4_state.calls[module.layer_idx] = AttentionCall(sliding_window, unknown)  # type: ignore[index]
-    out_RHD = attend(
-        eagle4_state.pool,
-        module.layer_idx,  # type: ignore[arg-type]
-        eagle4_state.step,
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        sliding_window=sliding_window,
-        scale=scaling,
-        softcap=softcap,
-        sinks_H=s_aux,
-    )
+        groups = query.shape[1] // key.shape[1]
+        eagle4_state.calls[layer] = AttentionCall(sliding_window, groups, unknown)
+    pool, step = eagle4_state.pool, eagle4_state.step
+    out_RHD = attend(pool, layer, step, *rows, sliding_window=sliding_window, **options)
     return out_RHD.unsqueeze(0), None
 
 

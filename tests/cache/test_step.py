@@ -15,6 +15,7 @@ import torch
 from packed import ancestry
 
 from eagle4.cache import KVPool, PageTable, Window, attend, build_step
+from eagle4.cache.layer import read, windowed
 
 HEADS, HEADS_KV, WIDTH = 4, 2, 8
 PAGE = 8
@@ -170,8 +171,8 @@ def test_a_view_is_a_view():
     world.forward([chunk(0, 0, 3), chunk(1, 0, 5)], None)
     step, _, _ = world.forward([chunk(0, 3, 2), chunk(1, 5, 2)], None)
     stored = world.pool.layers[0][0]
-    read = step.read(stored)
-    assert read.untyped_storage().data_ptr() == stored.untyped_storage().data_ptr()
+    seen = read(step.layer(stored, stored), stored)
+    assert seen.untyped_storage().data_ptr() == stored.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("sliding", [None, 2])
@@ -181,10 +182,10 @@ def test_padding_rows_are_finite(sliding):
     windows = [chunk(0, 0, 1), chunk(1, 0, 6), chunk(2, 0, 3)]
     step, _, _ = world.forward(windows, sliding)
     assert step.shape == (3, 6, 6)
-    visible = step.visible(sliding)
+    visible = windowed(step.visible_BML, step.query_position_BM, step.key_position_BL, sliding)
     assert visible.any(dim=-1).all(), "a row that sees nothing is NaN"
     for b, count in ((0, 1), (2, 3)):
         for row in range(count, 6):
             assert torch.equal(visible[b, row], visible[b, 0])
     rows = torch.arange(10)
-    assert torch.equal(step.unpad(step.pad(rows)), rows)
+    assert torch.equal(rows[step.pad_BM].flatten(0, 1)[step.unpad_R], rows)

@@ -81,7 +81,7 @@ class RestlessModel(ScriptedModel):
 
     wrap = staticmethod(lambda draft: draft)
 
-    def _speculation(self, config, request):
+    def _speculation(self, config, request, graphs=None):
         if config is None:
             return None, None
         policy = Restless(config, seed=len(request.pads))

@@ -12,9 +12,10 @@ import pytest
 
 from eagle4.config import SpeculativeConfig
 from eagle4.harness import HarnessPolicy
+from eagle4.harness.acceptance import Experience
 from eagle4.types import Load
 from profiling.optimum import optimal_rate
-from profiling.rivals import HarnessRun, Tally, fixed, plain, threshold, tuned
+from profiling.rivals import NOTHING, HarnessRun, Tally, fixed, plain, threshold, tuned
 from profiling.world import B300, CPU, FREE_DRAFTER, LINEAR, Process
 
 # (sequences, rounds of the harness, rounds of each fixed rival)
@@ -209,3 +210,32 @@ def test_request_classes_do_not_leak():
     run = start(CPU, request_class="code")
     run.rounds(PROCESSES["good"], 50)
     assert "code" in run.policy.experience.classes
+
+
+def short_calls(process: Process, experience: Experience, table, batch: int, calls: int) -> Tally:
+    """Calls of 63 rounds that share what was learned, each behind prompts of 100 tokens."""
+    total = NOTHING
+    for call in range(calls):
+        policy = HarnessPolicy(SpeculativeConfig(), table, experience)
+        run = HarnessRun(policy, CPU, batch, seed=call)
+        run.pending, run.remaining = 100 * batch, 63
+        total += run.rounds(process, 63)
+        policy.finish()
+    return total
+
+
+def test_a_load_that_once_did_badly_is_looked_at_again():
+    """Short calls have no time to probe: one bad call must not rule out speculation for good."""
+    experience, table = Experience(), CPU.table()
+    short_calls(PROCESSES["fair"], experience, table, 8, 2)
+    experience.usual_gain = dict.fromkeys(experience.usual_gain, -0.05)
+    short_calls(PROCESSES["good"], experience, table, 8, 4)
+    assert short_calls(PROCESSES["good"], experience, table, 8, 6).rate > 1.05 * plain(CPU, 8).rate
+
+
+def test_short_hostile_calls_cost_little():
+    experience, table = Experience(), CPU.table()
+    short_calls(PROCESSES["hostile"], experience, table, 8, 4)
+    assert short_calls(PROCESSES["hostile"], experience, table, 8, 12).rate >= (
+        0.97 * plain(CPU, 8).rate
+    )

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from eagle4.ops import PackedLinears
+from eagle4.ops.packing import PackedLinear
 
 WIDTH = 256
 
@@ -30,7 +31,7 @@ def rows() -> torch.Tensor:
 
 
 def is_packed(layer: nn.Module) -> bool:
-    return "forward" in layer.__dict__
+    return isinstance(layer, PackedLinear)
 
 
 def check(packed: PackedLinears, rows: torch.Tensor) -> None:

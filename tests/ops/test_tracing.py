@@ -61,7 +61,7 @@ class Seen(Exception):
     """Raised by the stand-in compiler when it has seen its graph."""
 
 
-def graph_of(function, *args) -> torch.fx.GraphModule:
+def graph_of(function, *args, dynamic: bool) -> torch.fx.GraphModule:
     """The functional graph that a compiler gets for the function, in one piece."""
     graphs: list[torch.fx.GraphModule] = []
 
@@ -70,7 +70,8 @@ def graph_of(function, *args) -> torch.fx.GraphModule:
         raise Seen
 
     torch._dynamo.reset()
-    compiled = torch.compile(function, backend=aot_autograd(fw_compiler=look), fullgraph=True)
+    backend = aot_autograd(fw_compiler=look)
+    compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
     with pytest.raises(Exception) as error, torch.no_grad():
         compiled(*args)
     assert graphs, error.value
@@ -84,7 +85,8 @@ def calls(graph: torch.fx.GraphModule) -> Counter[str]:
 def shapes_of(graph: torch.fx.GraphModule) -> list[tuple[int, ...]]:
     """Shapes of the outputs; inputs that the graph writes come first."""
     (outputs,) = graph.graph.output_node().args
-    return [tuple(value.meta["val"].shape) for value in outputs]  # type: ignore[union-attr]
+    values = [value.meta["val"] for value in outputs]  # type: ignore[union-attr]
+    return [tuple(map(int, value.shape)) for value in values if isinstance(value, torch.Tensor)]
 
 
 def num_kernels(counted: Counter[str]) -> int:
@@ -96,7 +98,8 @@ def a_tree(nodes: int) -> Tree:
     return Tree(index, index - 1, index + 1, -index.float(), torch.full((2,), nodes))
 
 
-def test_a_round_of_operators_is_one_graph():
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_round_of_operators_is_one_graph(dynamic):
     linear, up = nn.Linear(16, 16, bias=False), nn.Linear(16, 300, bias=False)
     for module in (linear, up):
         module.requires_grad_(False)
@@ -121,7 +124,7 @@ def test_a_round_of_operators_is_one_graph():
     wide = nn.Linear(32, 16, bias=False).requires_grad_(False)
     pool_tree = Tree(*(column.clone() for column in a_tree(16)[:4]), torch.tensor([4, 4]))
     args = (torch.randn(6, 16), torch.randn(2, 3, 4, 16), torch.randn(32, 2, 16))
-    graph = graph_of(round_of, *args, pool_tree, torch.zeros(6, 2))
+    graph = graph_of(round_of, *args, pool_tree, torch.zeros(6, 2), dynamic=dynamic)
     counted = calls(graph)
     # normed_linear 1, attention 1, candidates 4 + 1, grow 1, prune 1, words 1
     assert num_kernels(counted) == 10, counted
@@ -131,7 +134,8 @@ def test_a_round_of_operators_is_one_graph():
     assert shapes_of(graph) == [*written, (2, 3, 4, 16), (2, 3), *[(2, 5)] * 4, (2,), (2, 5)]
 
 
-def test_verification_and_commit_are_one_graph():
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_verification_and_commit_are_one_graph(dynamic):
     linear = nn.Linear(16, 8).requires_grad_(False)
 
     def verify(score, key, law, tree, matrix, pools, rows):
@@ -148,7 +152,7 @@ def test_verification_and_commit_are_one_graph():
     matrix, key = torch.ones(2, 4, 4).tril().bool(), torch.arange(10)
     pools = [torch.zeros(9, 2, 8), torch.zeros(9, 2, 8)]
     args = (torch.randn(10, 50), key, law, a_tree(4), matrix, pools, torch.randn(3, 16))
-    graph = graph_of(verify, *args)
+    graph = graph_of(verify, *args, dynamic=dynamic)
     counted = calls(graph)
     # coupled 1, rejection 3, walk 1, choose 1
     assert num_kernels(counted) == 6, counted

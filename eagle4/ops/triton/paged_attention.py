@@ -214,9 +214,11 @@ def product_precision(dtype: torch.dtype) -> str:
 
 
 def default_splits(programs: int, entries: int) -> int:
-    """Parts that fill the device, none shorter than `LEAST_PART` entries."""
-    most = min(ceil_div(PROGRAMS, programs), ceil_div(entries, LEAST_PART), MOST_SPLITS)
-    return max(most, 1)
+    """Parts (a power of two) that fill the device, none much shorter than `LEAST_PART` entries."""
+    splits = 1
+    while splits < MOST_SPLITS and splits * programs < PROGRAMS and splits * LEAST_PART < entries:
+        splits *= 2
+    return splits
 
 
 def paged_attention(
