@@ -27,7 +27,7 @@ def accept_walk(
     if not nodes:
         none_B = choice_BR.new_zeros(batch)
         return Verdict(choice_BR[:, :0], none_B, choice_BR[:, 0])
-    if wants_triton(impl, choice_BR, fits=nodes <= WORD):
+    if wants_triton(impl, choice_BR, fits=lambda: nodes <= WORD):
         from .triton.accept_walk import accept_walk as kernel
 
         return kernel(tree, ancestors_BNN, choice_BR)

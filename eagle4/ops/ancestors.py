@@ -14,7 +14,7 @@ def ancestor_matrix(parent_BN: torch.Tensor, impl: str = "auto") -> torch.Tensor
     ``parent_BN`` int64, -1 for children of the root. The kernel takes at most 64 nodes.
     """
     batch, nodes = parent_BN.shape
-    if wants_triton(impl, parent_BN, fits=0 < nodes <= WORD):
+    if wants_triton(impl, parent_BN, fits=lambda: 0 < nodes <= WORD):
         return unpack_bits(ancestor_words(parent_BN, impl).unsqueeze(-1), nodes)
     # The reflexive parent relation is squared until paths of any length are covered.
     reach = torch.eye(nodes, device=parent_BN.device).repeat(batch, 1, 1)
@@ -32,7 +32,7 @@ def ancestor_words(parent_BN: torch.Tensor, impl: str = "auto") -> torch.Tensor:
     nodes = parent_BN.shape[1]
     if nodes > WORD:
         raise ValueError(f"a tree of {nodes} nodes does not fit into words of {WORD} bits")
-    if wants_triton(impl, parent_BN, fits=nodes > 0):
+    if wants_triton(impl, parent_BN, fits=lambda: nodes > 0):
         from .triton.ancestors import ancestor_words as kernel
 
         return kernel(parent_BN)

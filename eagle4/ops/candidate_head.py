@@ -26,7 +26,10 @@ def best_candidates(
     ``up`` (no bias) is called as a module, so packed CPU weights serve it.
     """
     count = min(num_candidates, up.weight.shape[0])
-    fits = is_stock(up) and up.bias is None
+
+    def fits() -> bool:
+        return is_stock(up) and up.bias is None
+
     if wants_triton(impl, low_RD, up.weight, fits=fits):
         from .triton.candidate_head import best_candidates as kernel
 

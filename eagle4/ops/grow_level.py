@@ -29,7 +29,7 @@ def grow_level(
     place, its ``count_B`` is left to the caller. A child never scores above its parent.
     """
     children = candidates.token_RK.numel() // max(len(frontier_BK), 1)
-    if wants_triton(impl, frontier_BK, fits=0 < children <= MOST_CHILDREN):
+    if wants_triton(impl, frontier_BK, fits=lambda: 0 < children <= MOST_CHILDREN):
         from .triton.grow_level import grow_level as kernel
 
         return kernel(pool, frontier_BK, candidates, depth, top_k)

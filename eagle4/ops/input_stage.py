@@ -30,9 +30,13 @@ def normed_linear(
     ``norms``: one per part with ``weight [W]`` and ``variance_epsilon`` (Llama's RMSNorm), or none
     at all for bare parts. ``linear`` has no bias. The kernel takes at most 4 parts and 256 rows.
     """
-    rows = parts[0].numel() // parts[0].shape[-1]
-    fits = len(parts) <= MOST_PARTS and 0 < rows <= MOST_ROWS and linear.bias is None
-    fits = fits and all(part.dtype == linear.weight.dtype for part in parts) and is_stock(linear)
+
+    def fits() -> bool:
+        is_few = 0 < parts[0].numel() <= MOST_ROWS * parts[0].shape[-1]
+        is_same = all(part.dtype == linear.weight.dtype for part in parts)
+        is_plain = is_stock(linear) and linear.bias is None
+        return len(parts) <= MOST_PARTS and is_few and is_same and is_plain
+
     if wants_triton(impl, parts[0], linear.weight, fits=fits):
         from .triton.input_stage import normed_linear as kernel
 

@@ -30,7 +30,10 @@ def move_rows(
     """
     if not pools or not source_M.numel():
         return
-    fits = len(source_M) <= MOST_MOVES and all(_has_whole_words(pool) for pool in pools)
+
+    def fits() -> bool:
+        return len(source_M) <= MOST_MOVES and all(_has_whole_words(pool) for pool in pools)
+
     if wants_triton(impl, pools[0], fits=fits):
         from .triton.move_rows import move_rows as kernel
 

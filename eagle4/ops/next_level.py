@@ -39,7 +39,7 @@ def best_offer(
     line at ``min_width``. ``level_ns_ZW``: a level by width. All int64, survivals in 2^-30.
     """
     nodes = drafted_ZM.shape[1] + child_ZBKJ[0].numel() + path_ZBH[0].numel()
-    if wants_triton(impl, drafted_ZM, fits=nodes <= MOST_BLOCK):
+    if wants_triton(impl, drafted_ZM, fits=lambda: nodes <= MOST_BLOCK):
         from .triton.next_level import best_offer as kernel
 
         return kernel(
@@ -89,8 +89,12 @@ def choose_nodes(
 
     Ties go to the earlier sequence, then to the earlier node; the smallest of equally good sets.
     """
-    nodes = power_of_2(survival_ZBP.shape[1]) * power_of_2(survival_ZBP.shape[2])
-    if wants_triton(impl, survival_ZBP, fits=nodes <= MOST_BLOCK):
+
+    def fits() -> bool:
+        _, batch, nodes = survival_ZBP.shape
+        return power_of_2(batch) * power_of_2(nodes) <= MOST_BLOCK
+
+    if wants_triton(impl, survival_ZBP, fits=fits):
         from .triton.next_level import choose_nodes as kernel
 
         return kernel(survival_ZBP, token_ns_Z, verify_ns_ZR, max_nodes)

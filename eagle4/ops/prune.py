@@ -24,7 +24,10 @@ def prune(pool: Tree, max_nodes: int, max_depth_B: torch.Tensor, impl: str = "au
     at most 64 nodes out of 2,048.
     """
     capacity = pool.parent_BN.shape[1]
-    fits = 0 < min(max_nodes, capacity) <= WORD and capacity <= MOST_POOL
+
+    def fits() -> bool:
+        return 0 < min(max_nodes, capacity) <= WORD and capacity <= MOST_POOL
+
     if wants_triton(impl, pool.score_BN, fits=fits):
         from .triton.prune import prune as kernel
 

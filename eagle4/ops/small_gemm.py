@@ -18,8 +18,11 @@ def small_linear(rows: torch.Tensor, linear: nn.Linear, impl: str = "auto") -> t
     The reference calls the module, so packed CPU weights serve it.
     """
     weight_NK = linear.weight
-    fits = 0 < rows.numel() <= MOST_ROWS * rows.shape[-1] and rows.dtype == weight_NK.dtype
-    fits = fits and is_stock(linear)
+
+    def fits() -> bool:
+        is_few = 0 < rows.numel() <= MOST_ROWS * rows.shape[-1]
+        return is_few and rows.dtype == weight_NK.dtype and is_stock(linear)
+
     if wants_triton(impl, rows, weight_NK, fits=fits):
         from .triton.small_gemm import small_linear as kernel
 
