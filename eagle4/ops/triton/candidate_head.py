@@ -43,7 +43,7 @@ def _maxima_kernel(
         up = tl.load(up_ptr + v[None, :].to(tl.int64) * RANK + d[:, None], mask=up_mask, other=0.0)
         low_mask = (r < rows)[:, None] & (d < RANK)[None, :]
         low = tl.load(low_ptr + r[:, None] * RANK + d[None, :], mask=low_mask, other=0.0)
-        score = dot(low, up, score)
+        score = dot(low, up, score, "ieee")
     # NaN is the largest, as in `block_topk`; a maximum would drop it.
     score = tl.where(score != score, float("inf"), score)
     score = tl.where((v < vocab)[None, :], score, float("-inf"))

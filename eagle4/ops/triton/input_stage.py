@@ -49,7 +49,7 @@ def _stage_kernel(
                 wide = x.to(tl.float32)
                 squares += tl.sum(wide * wide, 1)
                 x = (wide * gain.to(tl.float32)[None, :]).to(x.dtype)
-            inner = dot(x, weight, inner)
+            inner = dot(x, weight, inner, "ieee")
         if HAS_NORM:
             inner = inner * tl.rsqrt(squares / width + eps)[:, None]
         acc += inner

@@ -10,7 +10,7 @@ _IS_INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
 
 @triton.jit
-def dot(a, b, acc, PRECISION: tl.constexpr = "ieee"):  # pyright: ignore[reportArgumentType]
+def dot(a, b, acc, PRECISION: tl.constexpr):
     """``acc + a b`` with float32 sums; float32 factors are not rounded to TF32."""
     # The interpreter multiplies the bits of bf16 numbers as integers.
     if _IS_INTERPRETED:

@@ -44,12 +44,12 @@ def _gemm_kernel(
         tl.extra.cuda.gdc_wait()
     row_ptr += m[:, None].to(tl.int64) * row_m + k[None, :]
     x = tl.load(row_ptr, mask=(m < rows)[:, None] & (k < width)[None, :], other=0.0)
-    acc = dot(x, first, tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+    acc = dot(x, first, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), "ieee")
     for start in range(BLOCK_K, width, BLOCK_K):
         weight = _weights(weight_ptr, n, start + k, columns, width, weight_n)
         mask = (m < rows)[:, None] & (start + k < width)[None, :]
         x = tl.load(row_ptr + start, mask=mask, other=0.0)
-        acc = dot(x, weight, acc)
+        acc = dot(x, weight, acc, "ieee")
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if HAS_BIAS:
