@@ -47,7 +47,9 @@ class Eagle4Config(PreTrainedConfig):
     ``eh_proj`` and attention; always False without ``eh_proj``), ``norm_output`` (the normalised
     output is the next step's state), ``use_rope`` (False: NoPE), ``sliding_window`` (None: full
     attention), ``candidate_rank`` (0: no low-rank head) and ``num_candidates``,
-    ``own_embed_tokens`` / ``own_lm_head`` (False: borrowed from the target).
+    ``own_embed_tokens`` / ``own_lm_head`` (False: borrowed from the target), ``num_experts`` (0:
+    dense MLP only) with ``num_experts_per_tok``, ``moe_intermediate_size`` (None: the dense MLP's),
+    ``norm_topk_prob``, ``routed_scaling_factor`` and ``moe_norm`` (see `drafter.moe`).
 
     ``tap_layers`` are 0-indexed target blocks whose outputs are read *after* the block and before
     the next norm, in the order of concatenation. Source: EAGLE-3, EAGLE-3.1, EAGLE-4 article.
@@ -81,6 +83,12 @@ class Eagle4Config(PreTrainedConfig):
         num_candidates: int = 128,
         own_embed_tokens: bool = False,
         own_lm_head: bool = False,
+        num_experts: int = 0,
+        num_experts_per_tok: int = 2,
+        moe_intermediate_size: int | None = None,
+        norm_topk_prob: bool = True,
+        routed_scaling_factor: float = 1.0,
+        moe_norm: bool = True,
         attention_bias: bool = False,
         mlp_bias: bool = False,
         tokenizer_fingerprint: str | None = None,
@@ -119,6 +127,12 @@ class Eagle4Config(PreTrainedConfig):
         self.num_candidates = num_candidates
         self.own_embed_tokens = own_embed_tokens
         self.own_lm_head = own_lm_head
+        self.num_experts = num_experts
+        self.num_experts_per_tok = num_experts_per_tok
+        self.moe_intermediate_size = moe_intermediate_size
+        self.norm_topk_prob = norm_topk_prob
+        self.routed_scaling_factor = routed_scaling_factor
+        self.moe_norm = moe_norm
         self.attention_bias = attention_bias
         self.mlp_bias = mlp_bias
         self.tokenizer_fingerprint = tokenizer_fingerprint

@@ -9,7 +9,6 @@ Transformers otherwise.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import os
 from contextlib import nullcontext
 from typing import Any
@@ -21,17 +20,17 @@ from transformers.generation.configuration_utils import GenerationMode
 from .config import Eagle4Config, SpeculativeConfig
 from .drafter import Eagle4Drafter
 from .drafter.pairing import check_pair
-from .engine import Eagle4Cache, Request, Result, SpeculationStats, requests, run
-from .engine.adaptive import AdaptiveDraft
+from .engine import Eagle4Cache, Request, Result, SpeculationStats, requests, run, together
 from .engine.call import CACHE_KEYWORD, Eagle4Output
-from .engine.drafting import EagleDraft
-from .engine.drawing import TemplateDraft
 from .engine.graphs import EAGER, CompileMode, Graphs, check_mode, is_compiled
 from .engine.home import HarnessHome
+from .engine.speculation import policy_and_draft
 from .engine.warmup import warm_up
-from .harness import FixedPolicy, HarnessPolicy
+from .harness import HarnessPolicy
 from .ops import PackedLinears
 from .pair import Eagle4PairConfig, check_complete, is_pair, speculative_defaults
+from .parallel import Ranks
+from .parallel.launch import start
 from .shell import TargetShell
 from .target import TargetAdapter, check_target
 
@@ -74,6 +73,7 @@ class Eagle4ForCausalLM(TargetShell):
         self.drafter = drafter
         self.last_speculation: SpeculationStats | None = None
         self.last_harness: HarnessPolicy | None = None
+        self.ranks: Ranks | None = None
         self.compile_mode: CompileMode = compile
         self._home = HarnessHome()
         self.post_init()
@@ -106,6 +106,19 @@ class Eagle4ForCausalLM(TargetShell):
             self._adapter = TargetAdapter(self.target, self._tap_layers)
         return self._adapter
 
+    def shard(self, ranks: Ranks) -> Eagle4ForCausalLM:
+        """Keep this rank's share of both models, in place, on its device.
+
+        From then on every rank calls `generate` with the same arguments and gets the same result;
+        only rank 0 feeds a streamer. Raises `ValueError` for sizes that do not divide and for a
+        model that is split already.
+        """
+        together.split(self.adapter, self.drafter, ranks)
+        self._packed = None if self.drafter is None else PackedLinears(self.drafter)
+        self.to(ranks.device)  # type: ignore
+        self.ranks, self._home = ranks, HarnessHome(ranks)
+        return self
+
     # -- loading and saving ----------------------------------------------------------------------
 
     @classmethod
@@ -117,15 +130,22 @@ class Eagle4ForCausalLM(TargetShell):
         tokenizer: Any = None,
         dtype: Any = None,
         device: Any = None,
+        tp_size: int | None = None,
         compile: CompileMode = "auto",
         **kwargs,
     ) -> Eagle4ForCausalLM:
         """Target and drafter from loaded parts, hub ids or folders.
 
         A single folder written by `save_pretrained` holds both. ``dtype`` and ``device`` apply to
-        both parts; other keyword arguments go to the target's own `from_pretrained`.
+        both parts; other keyword arguments go to the target's own `from_pretrained`. ``tp_size``:
+        split both over so many processes (`torchrun --nproc-per-node N ...`); the device is then
+        ``"cpu"`` or ``"cuda"``. Sizes that do not divide are refused before anything is loaded.
         """
         check_mode(compile)
+        if tp_size is not None and tp_size != 1:
+            ranks = start(target, tp_size, device, kwargs)
+            kwargs |= {"tokenizer": tokenizer, "dtype": dtype, "compile": compile}
+            return cls.from_pretrained(target, drafter, *args, **kwargs).shard(ranks)
         dtype = "auto" if dtype is None else dtype
         if drafter is None and not isinstance(target, PreTrainedModel) and is_pair(target, kwargs):
             kwargs["output_loading_info"] = True
@@ -147,7 +167,12 @@ class Eagle4ForCausalLM(TargetShell):
         return cls(model, drafter, tokenizer, compile)
 
     def save_pretrained(self, *args, **kwargs):
-        """Transformers' own; a `SpeculativeConfig` among the defaults is written as its fields."""
+        """Transformers' own; a `SpeculativeConfig` among the defaults is written as its fields.
+
+        Raises `ValueError` for a model of which this process holds only a share.
+        """
+        if self.ranks is not None:
+            raise ValueError("this process holds one share of the model; save it before splitting")
         value = getattr(self.generation_config, "speculative", None)
         if isinstance(value, SpeculativeConfig):
             self.generation_config.speculative = requests.serialise(value)  # type: ignore
@@ -175,15 +200,10 @@ class Eagle4ForCausalLM(TargetShell):
         if "past_key_values" in kwargs:
             kwargs[CACHE_KEYWORD] = kwargs.pop("past_key_values")
         self.last_speculation = None
-        if generation_config is not None:
-            generation_config = copy.deepcopy(generation_config)
-            generation_config.speculative = requests.serialise(speculative)
-            generation_config.seed = seed
-        else:
-            for name in ("speculative", "seed"):
-                if not hasattr(self.generation_config, name):  # the user assigned another one
-                    setattr(self.generation_config, name, None)
-            kwargs |= {"speculative": requests.serialise(speculative), "seed": seed}
+        if self.ranks is not None and not self.ranks.is_first and kwargs.get("streamer"):
+            kwargs["streamer"] = together.Silent()
+        settings = {"speculative": requests.serialise(speculative), "seed": seed}
+        generation_config = requests.carry(self, generation_config, kwargs, settings)
         return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore
 
     def _validate_generation_mode(self, mode, generation_config, mode_kwargs) -> None:
@@ -217,13 +237,15 @@ class Eagle4ForCausalLM(TargetShell):
         if synced_gpus or not requests.uses_engine(
             generation_config, model_kwargs, logits_processor
         ):
-            requests.check_seedless(generation_config)
+            requests.check_drawing(generation_config, is_split=self.ranks is not None)
             return super()._sample(  # type: ignore
                 *prepared, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs
             )
         config = SpeculativeConfig.parse(generation_config.speculative or None)  # type: ignore
         try:
             request = requests.build(self.target, *prepared, streamer, model_kwargs)
+            if (vocab := self.adapter.vocab) is not None:
+                request = together.agree(request, config, generation_config, vocab)
             result = self._run(request, config, self.graphs(generation_config.disable_compile))
         finally:
             # Also after an error, so that nobody waits for the rest of a stream.
@@ -246,7 +268,9 @@ class Eagle4ForCausalLM(TargetShell):
             drafter = None if config is None else self.drafter
             warm_up(graphs, self.adapter, drafter, len(request.pads))
             policy, draft = self._speculation(config, request, graphs)
-            result = run(request, self.adapter, policy, draft, graphs)
+            with together.counted(self.adapter.vocab) as exchanged:
+                result = run(request, self.adapter, policy, draft, graphs)
+        result.stats.exchange = exchanged
         if isinstance(policy, HarnessPolicy):
             self._home.settle(policy)
             self.last_harness = policy
@@ -256,21 +280,7 @@ class Eagle4ForCausalLM(TargetShell):
 
     def _speculation(self, config: SpeculativeConfig | None, request: Request, graphs: Graphs):
         """Policy and draft of one call; (None, None) decodes plainly."""
-        if config is None or self.drafter is None:
-            return None, None
-        is_drawn = request.sampler is not None and config.sampling == "rejection"
-        if request.sampler is not None and not config.request_class:
-            # What a draft probability means differs from greedy decoding.
-            config = dataclasses.replace(config, request_class="sampled")
-        if config.harness:
-            most = len(request.pads) * (request.max_length - request.input_ids.shape[1])
-            policy = self._home.policy(config, self.adapter, self.drafter, most, graphs)
-            if policy is not None:
-                draft = TemplateDraft if is_drawn else AdaptiveDraft
-                return policy, draft(self.drafter, policy)
-        policy = FixedPolicy(config)
-        draft = TemplateDraft if is_drawn else EagleDraft
-        return policy, draft(self.drafter, policy)
+        return policy_and_draft(config, request, self._home, self.adapter, self.drafter, graphs)
 
 
 AutoConfig.register(Eagle4Config.model_type, Eagle4Config, exist_ok=True)

@@ -118,7 +118,7 @@ def process_path(
     scores_RV = logits_RV.to(dtype=torch.float32, copy=True)
     if not processors and choose is None:
         return scores_RV, scores_RV.argmax(dim=-1)
-    choice_R = torch.full_like(scores_RV[:, 0], -1, dtype=torch.int64)
+    choice_R = torch.full((len(scores_RV),), -1, dtype=torch.int64, device=scores_RV.device)
     rows = torch.zeros(1, dtype=torch.int64, device=token_N.device)
     history_1T, depth = history_T.unsqueeze(0), 0
     while len(rows):
@@ -146,11 +146,16 @@ def support(score_V: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     Scores that are no law (NaN, infinite, nothing left) raise what `torch.multinomial` raises.
     """
-    if not torch.isfinite(score_V.max()):
-        torch.multinomial(score_V.softmax(dim=-1), num_samples=1)
-        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+    check_law(score_V.max())
     token_S = (score_V > float("-inf")).nonzero().squeeze(1)
     return token_S, score_V[token_S].double()
+
+
+def check_law(best: torch.Tensor) -> None:
+    """Raise `RuntimeError`, as `torch.multinomial` does, unless the best score is finite."""
+    if not torch.isfinite(best):
+        torch.multinomial(best.view(1).softmax(dim=-1), num_samples=1)
+        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
 
 
 def draw(score_S: torch.Tensor, token_S: torch.Tensor, key: int) -> torch.Tensor:

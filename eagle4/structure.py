@@ -20,6 +20,7 @@ _OPTIONAL_COUNTS = (
     "num_key_value_heads",
     "head_dim",
     "target_hidden_size",
+    "moe_intermediate_size",
 )
 _COUNTS = (
     *_OPTIONAL_COUNTS,
@@ -31,8 +32,11 @@ _COUNTS = (
     "num_target_layers",
     "candidate_rank",
     "num_candidates",
+    "num_experts",
+    "num_experts_per_tok",
     "format_version",
 )
+_MAY_BE_ZERO = ("candidate_rank", "num_experts")
 _SWITCHES = (
     "fc_norm",
     "eh_proj",
@@ -41,6 +45,8 @@ _SWITCHES = (
     "use_rope",
     "own_embed_tokens",
     "own_lm_head",
+    "norm_topk_prob",
+    "moe_norm",
     "attention_bias",
     "mlp_bias",
 )
@@ -54,7 +60,7 @@ def check_types(given: dict[str, Any], format_version: int) -> None:
             f"({format_version}); update eagle4"
         )
     for key in _COUNTS:
-        value, low = given[key], 0 if key == "candidate_rank" else 1
+        value, low = given[key], 0 if key in _MAY_BE_ZERO else 1
         if not is_count(value, low) and not (value is None and key in _OPTIONAL_COUNTS):
             raise ValueError(f"{key} must be an integer of at least {low}, got {value!r}")
     for key in _SWITCHES:
@@ -63,6 +69,9 @@ def check_types(given: dict[str, Any], format_version: int) -> None:
     eps, act, taps = (given[key] for key in ("rms_norm_eps", "hidden_act", "tap_layers"))
     if not isinstance(eps, (int, float)) or not math.isfinite(eps) or eps <= 0:
         raise ValueError(f"rms_norm_eps must be a positive number, got {eps!r}")
+    scale = given["routed_scaling_factor"]
+    if not isinstance(scale, (int, float)) or not math.isfinite(scale) or scale <= 0:
+        raise ValueError(f"routed_scaling_factor must be a positive number, got {scale!r}")
     if not isinstance(act, str) or act not in ACT2FN:
         raise ValueError(f"hidden_act {act!r} is not an activation of Transformers")
     if taps is not None and not isinstance(taps, (list, tuple)):
@@ -84,6 +93,11 @@ def check_structure(config: Eagle4Config) -> None:
     # Frequencies are computed before any shape is compared, so their number is bounded here.
     if config.head_dim % 2 or config.head_dim > 2**16:
         raise ValueError(f"head_dim must be even and at most 65536, got {config.head_dim}")
+    if config.num_experts and config.num_experts_per_tok > config.num_experts:
+        raise ValueError(
+            f"num_experts_per_tok {config.num_experts_per_tok} exceeds num_experts "
+            f"{config.num_experts}"
+        )
     if config.draft_vocab_size is not None:
         _check_reduced_vocabulary(config)
     if config.tie_word_embeddings:

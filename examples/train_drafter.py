@@ -19,10 +19,13 @@ from eagle4.drafter.pairing import tokenizer_fingerprint
 from eagle4.evaluation.arms import make_arms
 from eagle4.evaluation.benchmark import BenchConfig, run_benchmark, summarise
 from eagle4.evaluation.prompts import BUILT_IN
+from eagle4.target import TargetAdapter
 from eagle4.training import FeatureWriter, TrainConfig, train_drafter
-from eagle4.training.data import read_prompts, regenerate, synthesize_prompts, training_sequences
+from eagle4.training.answers import end_ids, regenerate
 from eagle4.training.extract import build_store
 from eagle4.training.features import target_identity
+from eagle4.training.prompts import read_prompts, synthesize_prompts
+from eagle4.training.sequences import training_sequences
 
 options = argparse.ArgumentParser()
 options.add_argument("--prompts", nargs="*", default=[], help="JSON lines with conversations")
@@ -36,14 +39,21 @@ args = options.parse_args()
 # fp32: the features and the head that the drafter borrows are stored and used as they are.
 target, tokenizer = demo.smollm2(dtype=torch.float32)
 config = Eagle4Config.for_target(target.config)
+adapter = TargetAdapter(target)
 
 # 1. Prompts, and the target's own answers: a drafter must imitate its target, not a data set.
 #    Without a file the target writes the user turns, too.
 prompts = list(islice(read_prompts(args.prompts, tokenizer), args.num_prompts))
 if not prompts:
-    prompts = synthesize_prompts(target, tokenizer, args.num_prompts)
+    prompts = synthesize_prompts(
+        adapter,
+        tokenizer,
+        args.num_prompts,
+        args.out / "synthetic.jsonl",
+        ends=end_ids(target, tokenizer),
+    )
 responses = args.out / "responses.jsonl"
-regenerate(target, tokenizer, prompts, responses, max_new_tokens=args.max_new_tokens)
+regenerate(adapter, tokenizer, prompts, responses, max_new_tokens=args.max_new_tokens)
 
 # 2. Features: the target runs once over every sequence; training then never needs it again.
 identity = target_identity(target.config, config.tap_layers, tokenizer_fingerprint(tokenizer))

@@ -65,12 +65,13 @@ class Packer:
             self.reserve(*range(num_sequences), tokens=size)
 
     @torch.no_grad()
-    def run(self, *parts: Rows, **kwargs) -> TargetOutput:
-        """One packed forward. Missing room is made first."""
+    def run(self, *parts: Rows, is_prompt: bool = False, **kwargs) -> TargetOutput:
+        """One packed forward. Missing room is made first. Recurrent layers keep prompts only."""
         for part in parts:
             self.table.ensure(part.sequence, part.prefix + len(part.tokens))
         self.pool.resize(self.table.num_slots)
-        step = build_step(self.table, [window(part) for part in parts], self.adapter.device)
+        windows = [window(part) for part in parts]
+        step = build_step(self.table, windows, self.adapter.device, is_prompt)
         tokens = torch.tensor([token for part in parts for token in part.tokens])
         with self.adapter.attached():
             return self.adapter.forward(tokens, step, self.pool, **kwargs)

@@ -7,6 +7,7 @@ import json
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import tiny
@@ -159,7 +160,10 @@ def test_from_prompts_to_a_drafter_that_generates(folders, tmp_path, capsys):
     words += ["--max-new-tokens", "24", "--limit", "6", "--batch-size", "3"]
     assert main(words) == 0
     first = last_line(capsys)
-    assert first["num_sequences"] == 6 and first["unusable"] == 0
+    # answers of fewer than four tokens teach nothing and are left out
+    assert 4 <= first["num_sequences"] <= 6 and first["unusable"] == 0
+    manifest = json.loads((tmp_path / "data" / "manifest.json").read_text())
+    assert manifest["statistics"]["sequences"] == first["num_sequences"]
     assert main(words) == 0 and last_line(capsys) == first, "a second call finds everything there"
 
     words = ["train", *folders[:2], "--data", data, "--out", run, "--steps", "2"]
@@ -169,9 +173,42 @@ def test_from_prompts_to_a_drafter_that_generates(folders, tmp_path, capsys):
         words += ["--drafter-set", setting]
     assert main(words) == 0
     trained = last_line(capsys)["out"]
+    words = ["train", *folders[:2], "--data", data, "--out", run + "2", "--init", trained]
+    assert main([*words, "--steps", "1", "--set", "num_anchors=4", "--set", "lr=0.0001"]) == 0
+    assert Path(last_line(capsys)["out"]).is_dir()
     assert Eagle4Drafter.from_pretrained(trained).config.intermediate_size == 48
     words = ["generate", *folders[:2], "--drafter", trained, "--prompt", "w1", "--max-new-tokens"]
     assert main([*words, "4"]) == 0
+
+
+def test_an_eagle3_drafter_is_converted_and_trained_on(folders, tmp_path, capsys):
+    target = tiny.tiny_llama()
+    torch.manual_seed(0)
+    eagle3 = {"eh_proj": False, "fc_norm": False, "norm_output": False, "candidate_rank": 0}
+    config = Eagle4Config.for_target(target.config, **eagle3)
+    Eagle4Drafter(config).save_pretrained(tmp_path / "mine")
+    convert = ["convert", "--drafter", str(tmp_path / "mine"), "--layout", "eagle3"]
+    assert main([*convert, "--out", str(tmp_path / "theirs")]) == 2
+    assert "--target" in capsys.readouterr().err
+    assert main([*convert, "--out", str(tmp_path / "theirs"), *folders[:2]]) == 0
+    found = Eagle4Drafter.from_pretrained(tmp_path / "theirs")
+    assert found.config.own_lm_head and not found.config.eh_proj
+    data = ["data", *folders[:2], "--synthesize", "6", "--max-new-tokens", "20"]
+    assert main([*data, "--temperatures", "0.8", "--out", str(tmp_path / "data")]) == 0
+    words = [
+        "train",
+        *folders[:2],
+        "--data",
+        str(tmp_path / "data"),
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    for setting in ("num_anchors=4", "held_out_fraction=0.3", "decode_prompts=1"):
+        words += ["--set", setting]
+    words += ["--candidate-set", "steps=1", "--candidate-set", "num_runs=2", "--steps", "1"]
+    assert main([*words, "--init", str(tmp_path / "theirs")]) == 0
+    trained = Eagle4Drafter.from_pretrained(tmp_path / "run" / "drafter").config
+    assert trained.eh_proj and trained.fc_norm and trained.own_lm_head and trained.candidate_rank
 
 
 def test_convert_round_trip(folders, tmp_path, capsys):
@@ -199,6 +236,7 @@ def test_convert_round_trip(folders, tmp_path, capsys):
         (["train", "--target", "nowhere", "--data", "missing", "--out", "x"], "missing"),
         (["train", "--target", "x", "--data", "x", "--out", "x", "--set", "stepz=3"], "stepz"),
         (["convert", "--drafter", "missing", "--out", "x"], "missing"),
+        (["data", "--out", "x", "--prompts", "missing.jsonl"], "missing.jsonl"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(folders, arguments, message, capsys):

@@ -26,6 +26,12 @@ from eagle4.config import Eagle4Config, SpeculativeConfig, default_tap_layers, s
 
 SIZES = dict(hidden_size=64, num_attention_heads=4, vocab_size=100, num_target_layers=12)
 OTHER = {
+    "num_experts": 4,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 2.5,
+    "moe_norm": False,
     "hidden_size": 128,
     "intermediate_size": 96,
     "num_attention_heads": 8,

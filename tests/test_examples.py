@@ -59,6 +59,11 @@ def test_stream_chat_answers_every_prompt(example):
     assert out.count("tokens per verification") == 2 and "you> w3" in out
 
 
+def test_tensor_parallel_runs_on_one_process_too(example):
+    out = example("tensor_parallel.py", "--max-new-tokens", "6")
+    assert "accept length" in out and "exchanged     None" in out
+
+
 def test_train_drafter_goes_from_nothing_to_a_comparison(example, tmp_path):
     words = ["--num-prompts", "8", "--max-new-tokens", "24", "--steps", "2", "--out", "runs/x"]
     out = example("train_drafter.py", *words)

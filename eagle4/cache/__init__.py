@@ -1,15 +1,18 @@
-"""The cache: paged, slot-addressed keys and values of target and drafter.
+"""The cache: paged, slot-addressed keys and values of target and drafter, and recurrent state.
 
 In: rows of one forward with their sequence, window offset, position and visibility.
 Out: an `AttentionStep` (where to write, what each row sees) and the pools that it addresses.
 Always: committed token ``i`` of a sequence sits at index ``i`` of its page list, so the layout is
 what plain decoding leaves; drafted rows live behind the committed prefix until they are compacted.
+Recurrent state is that of the committed tokens; drafted rows never touch it.
 """
 
 from .layer import LayerStep, attend_layer
+from .mixing import convolve, mix
 from .pages import PageTable
 from .pool import KVPool
+from .recurrent import RecurrentPool, StateRows, StateShape
 from .step import AttentionStep, Window, attend, build_step
 
-__all__ = ["AttentionStep", "KVPool", "LayerStep", "PageTable", "Window"]
-__all__ += ["attend", "attend_layer", "build_step"]
+__all__ = ["AttentionStep", "KVPool", "LayerStep", "PageTable", "RecurrentPool", "StateRows"]
+__all__ += ["StateShape", "Window", "attend", "attend_layer", "build_step", "convolve", "mix"]

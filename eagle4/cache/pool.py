@@ -6,18 +6,24 @@ families, and between K and V under MLA) never have to be guessed from a config.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from ..ops import has_kernels, move_rows, row_addresses
 
+if TYPE_CHECKING:
+    from .recurrent import RecurrentPool
+
 
 class KVPool:
-    """Slot-addressed K/V of all layers of one model."""
+    """Slot-addressed K/V of all layers of one model; ``recurrent`` is None without such layers."""
 
     def __init__(self) -> None:
         self.num_slots = 0
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._addresses: torch.Tensor | None = None  # of all layers, for `move`
+        self.recurrent: RecurrentPool | None = None
 
     def resize(self, num_slots: int) -> None:
         """Grow to ``num_slots``, keeping what is stored."""
@@ -62,7 +68,8 @@ class KVPool:
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for pair in self.layers.values() for t in pair)
+        kv_bytes = sum(t.numel() * t.element_size() for pair in self.layers.values() for t in pair)
+        return kv_bytes + (0 if self.recurrent is None else self.recurrent.num_bytes)
 
 
 def _grown(tensor: torch.Tensor, num_slots: int) -> torch.Tensor:

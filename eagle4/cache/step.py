@@ -13,6 +13,7 @@ import torch
 
 from ..ops import PagedView, fold_visible, has_kernels
 from .layer import LayerStep, attend_layer, windowed
+from .lineage import Lineage
 from .paged import paged_view
 from .pages import PageTable
 from .pool import KVPool
@@ -33,7 +34,8 @@ class AttentionStep:
 
     ``slot_R`` where rows are written; ``position_R`` their positions; ``read`` gives a pool tensor
     as ``[B, L, heads, width]``; `visible` the visibility ``[B, M, L]``, where M pads every sequence
-    to the same number of rows. With a ``view`` keys are read in their pages and L is 0.
+    to the same number of rows. With a ``view`` keys are read in their pages and L is 0; ``lineage``
+    is for recurrent layers.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class AttentionStep:
         key_position_BL: torch.Tensor,
         run: tuple[int, int] | None,
         slot_BL: torch.Tensor | None,
+        lineage: Lineage | None = None,
         view: PagedView | None = None,
         page_size: int = 0,
     ):
@@ -59,6 +62,7 @@ class AttentionStep:
         self.key_position_BL = key_position_BL
         self.run = run
         self.slot_BL = slot_BL
+        self.lineage = lineage
         self.view = view
         self.page_size = page_size
         self._folded: dict[tuple, torch.Tensor] = {}
@@ -67,6 +71,14 @@ class AttentionStep:
     def shape(self) -> torch.Size:
         """(B, M, L)."""
         return self.visible_BML.shape
+
+    def pad(self, rows: torch.Tensor) -> torch.Tensor:
+        """Packed ``[R, ...]`` to ``[B, M, ...]``; padding repeats a sequence's first row."""
+        return rows.unsqueeze(0) if self.pad_BM is None else rows[self.pad_BM]
+
+    def unpad(self, padded: torch.Tensor) -> torch.Tensor:
+        """``[B, M, ...]`` back to packed ``[R, ...]``."""
+        return padded.squeeze(0) if self.unpad_R is None else padded.flatten(0, 1)[self.unpad_R]
 
     def layer(
         self, keys_SHD: torch.Tensor, values_SHD: torch.Tensor, gathers: bool = False
@@ -111,10 +123,15 @@ class AttentionStep:
 
 
 def build_step(
-    table: PageTable, windows: list[Window], device: torch.device, paged: bool | None = None
+    table: PageTable,
+    windows: list[Window],
+    device: torch.device,
+    is_prompt: bool = False,
+    paged: bool | None = None,
 ) -> AttentionStep:
     """Index tensors for rows packed in the order of ``windows``.
 
+    ``is_prompt``: the rows are chains of prompt tokens, which recurrent layers commit as they run.
     ``paged``: read keys in their pages; None: where a kernel can do that.
     """
     rows = [window.visible.shape[0] for window in windows]
@@ -130,17 +147,18 @@ def build_step(
         pad_BM, unpad_R = _padding(rows, most, device)
     query_position_BM = position_R.unsqueeze(0) if pad_BM is None else position_R[pad_BM]
     rows_in = torch.tensor(slots, device=device), position_R, pad_BM, unpad_R
+    lineage = Lineage(windows, is_prompt)
     if has_kernels(device) if paged is None else paged:
         no_keys_BL = query_position_BM[:, :0]
         unseen_BML = torch.zeros(*query_position_BM.shape, 0, dtype=torch.bool, device=device)
         view = paged_view(table, windows, query_position_BM)
         keys_in = unseen_BML, query_position_BM, no_keys_BL, (0, 0), None
-        return AttentionStep(*rows_in, *keys_in, view, table.page_size)
+        return AttentionStep(*rows_in, *keys_in, lineage, view, table.page_size)
     visible_BML, key_position_BL = _visibility(windows, most, longest, device)
     run = _uniform_run(table, windows, longest)
     slot_BL = None if run is not None else _gather_slots(table, windows, longest, device)
     keys_in = visible_BML, query_position_BM, key_position_BL, run, slot_BL
-    return AttentionStep(*rows_in, *keys_in)
+    return AttentionStep(*rows_in, *keys_in, lineage)
 
 
 def _padding(rows: list[int], most: int, device: torch.device):

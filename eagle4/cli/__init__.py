@@ -1,7 +1,7 @@
 """The `eagle4` command.
 
 In: words from a terminal. Out: text on stdout, progress and complaints on stderr, an exit status:
-0 done, 1 a check failed, 2 a mistake in the call (one line that says what to do).
+0 done, 1 a check failed, 2 a mistake in the call (one line that says what to do) or a lost rank.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from ..parallel import RankError
+from . import together
 from .parser import build_parser
 
 __all__ = ["main"]
@@ -22,11 +24,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         level=logging.INFO if args.verbose else logging.WARNING, format="%(message)s"
     )
     try:
-        return args.run(args) or 0
-    except (ValueError, OSError, ImportError) as error:
+        together.check_command(args.command)
+        with together.only_first_speaks():
+            return args.run(args) or 0
+    except (ValueError, OSError, ImportError, RankError) as error:
         if args.verbose:
             raise
-        print(f"eagle4 {args.command}: error: {_one_line(error)}", file=sys.stderr)
+        if together.is_first_to_fail():
+            print(f"eagle4 {args.command}: error: {_one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

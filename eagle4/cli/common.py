@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from .. import demo
 from ..config import SpeculativeConfig
 from ..evaluation.environment import describe_environment, describe_model
 from ..modeling import Eagle4ForCausalLM
+from ..parallel.launch import launched_size
+from ..parallel.plan import check_size
 
 DEMO = "smollm2"
 
@@ -27,27 +29,35 @@ class Loaded(NamedTuple):
 
 
 def load_target(args: Namespace) -> tuple[Any, Any, torch.device]:
-    """``(target, tokenizer, device)`` from ``--target``, ``--dtype`` and ``--device``."""
+    """``(target, tokenizer, device)`` from ``--target``, ``--dtype`` and ``--device``.
+
+    Under `torchrun` the target stays on the CPU until every process has taken its share.
+    """
+    tp_size = launched_size()
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if args.target == DEMO:
-        target, tokenizer = demo.smollm2(dtype=args.dtype, device=device)
-        return target, tokenizer, device
+    place = torch.device("cpu") if tp_size > 1 else device
     dtype: Any = args.dtype
-    if dtype != "auto" or device.type == "cpu":
+    if dtype != "auto" or device.type == "cpu" or args.target == DEMO:
         dtype = demo.resolve_dtype(dtype, device)
+    if args.target == DEMO:
+        target, tokenizer = demo.smollm2(dtype=dtype, device=place)
+        return target, tokenizer, device
+    if tp_size > 1:
+        check_size(AutoConfig.from_pretrained(args.target), tp_size)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     target: Any = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype)
-    return target.to(device).eval(), tokenizer, device
+    return target.to(place).eval(), tokenizer, device
 
 
 def load_pair(args: Namespace) -> Loaded:
     """Target and drafter, attached. Raises `ValueError` when no drafter was named."""
     drafter = drafter_source(args)
     target, tokenizer, device = load_target(args)
-    model = Eagle4ForCausalLM.from_pretrained(
-        target, drafter, tokenizer=tokenizer, compile=getattr(args, "compile", "auto")
-    )
-    return Loaded(model, target, tokenizer, device)
+    tp_size = launched_size()
+    where = {} if tp_size == 1 else {"tp_size": tp_size, "device": device.type}
+    options = {"tokenizer": tokenizer, "compile": getattr(args, "compile", "auto"), **where}
+    model: Any = Eagle4ForCausalLM.from_pretrained(target, drafter, **options)
+    return Loaded(model, target, tokenizer, device if model.ranks is None else model.ranks.device)
 
 
 def drafter_source(args: Namespace) -> str:

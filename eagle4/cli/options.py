@@ -9,6 +9,19 @@ from ..engine.graphs import CompileMode
 from ..evaluation.arms import ARM_NAMES
 
 
+def add_command(commands, name: str, handler, summary: str, example: str, more: str = ""):
+    """A subparser that carries its handler in ``run`` and shows an example."""
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}. {more}".strip(),
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=handler)
+    return parser
+
+
 def target_option(parser) -> None:
     """Which model is sped up."""
     parser.add_argument(

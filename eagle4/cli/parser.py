@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import argparse
 
-from . import measure, profile, run, train
+from . import measure, profile, run
 from .options import (
+    add_command,
     arms_option,
     length_option,
     model_options,
     prompt_options,
     sampling_options,
     speculation_options,
-    target_option,
 )
-
-RAW = argparse.RawDescriptionHelpFormatter
+from .training_options import convert_command, data_command, train_command
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -31,29 +30,17 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _generate(commands)
     _chat(commands)
-    _data(commands)
-    _train(commands)
-    _convert(commands)
+    data_command(commands)
+    train_command(commands)
+    convert_command(commands)
     _profile(commands)
     _bench(commands)
     _check(commands)
     return parser
 
 
-def _add(commands, name: str, handler, summary: str, example: str, more: str = ""):
-    parser = commands.add_parser(
-        name,
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}. {more}".strip(),
-        epilog=f"example:\n  {example}",
-        formatter_class=RAW,
-    )
-    parser.set_defaults(run=handler)
-    return parser
-
-
 def _generate(commands) -> None:
-    parser = _add(
+    parser = add_command(
         commands,
         "generate",
         run.generate,
@@ -71,7 +58,7 @@ def _generate(commands) -> None:
 
 
 def _chat(commands) -> None:
-    parser = _add(
+    parser = add_command(
         commands,
         "chat",
         run.chat,
@@ -88,7 +75,7 @@ def _chat(commands) -> None:
 
 
 def _profile(commands) -> None:
-    parser = _add(
+    parser = add_command(
         commands,
         "profile",
         profile.profile,
@@ -104,7 +91,7 @@ def _profile(commands) -> None:
 
 
 def _bench(commands) -> None:
-    parser = _add(
+    parser = add_command(
         commands,
         "bench",
         measure.bench,
@@ -131,7 +118,7 @@ def _bench(commands) -> None:
 
 
 def _check(commands) -> None:
-    parser = _add(
+    parser = add_command(
         commands,
         "check",
         measure.check,
@@ -146,103 +133,3 @@ def _check(commands) -> None:
     model_options(parser)
     speculation_options(parser)
     sampling_options(parser)
-
-
-def _data(commands) -> None:
-    parser = _add(
-        commands,
-        "data",
-        train.data,
-        "let the target answer prompts and store its features for training",
-        "eagle4 data --prompts prompts.jsonl --synthesize 500 --out runs/data",
-        "An interrupted run continues where it stopped.",
-    )
-    parser.add_argument("--out", required=True, metavar="FOLDER", help="folder to write")
-    parser.add_argument(
-        "--prompts",
-        nargs="+",
-        metavar="FILE",
-        help="JSON lines with conversations or messages; only the user's part is used",
-    )
-    parser.add_argument(
-        "--limit", type=int, metavar="N", help="only the first N prompts of the files"
-    )
-    parser.add_argument(
-        "--synthesize",
-        type=int,
-        default=0,
-        metavar="N",
-        help="also let the target write N user turns itself",
-    )
-    parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="answers at a time")
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
-    parser.add_argument(
-        "--tap-layers",
-        type=int,
-        nargs="+",
-        metavar="N",
-        help="target blocks whose outputs are stored (default: the rule of the public drafters)",
-    )
-    length_option(parser, 512)
-    model_options(parser, drafter=False)
-
-
-def _train(commands) -> None:
-    parser = _add(
-        commands,
-        "train",
-        train.train,
-        "train a drafter on stored features",
-        "eagle4 train --data runs/data --out runs/drafter --max-minutes 60",
-        "Writes FOLDER/drafter and FOLDER/metrics.json. An interrupted run continues.",
-    )
-    parser.add_argument("--data", required=True, metavar="FOLDER", help="what `eagle4 data` wrote")
-    parser.add_argument("--out", required=True, metavar="FOLDER", help="folder of the run")
-    parser.add_argument("--steps", type=int, metavar="N", help="optimiser steps")
-    parser.add_argument("--max-minutes", type=float, metavar="T", help="end the run by the clock")
-    parser.add_argument("--seed", type=int, metavar="N")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="any other field of TrainConfig, for example lr=0.001",
-    )
-    parser.add_argument(
-        "--drafter-set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="any field of Eagle4Config, for example intermediate_size=3072",
-    )
-    target_option(parser)
-    parser.set_defaults(device="cpu")
-
-
-def _convert(commands) -> None:
-    parser = _add(
-        commands,
-        "convert",
-        train.convert,
-        "rewrite an EAGLE-3, 3.1 or EAGLE-4 drafter in this library's layout",
-        "eagle4 convert --drafter path/to/eagle3 --target path/to/target --out my-drafter",
-        "Only safetensors files are read.",
-    )
-    parser.add_argument("--drafter", required=True, metavar="MODEL", help="hub id or folder")
-    parser.add_argument("--out", required=True, metavar="FOLDER", help="folder to write")
-    parser.add_argument(
-        "--target",
-        metavar="MODEL",
-        help="hub id or folder of the target, for drafters that do not say how deep it is",
-    )
-    parser.add_argument(
-        "--tap-convention",
-        choices=("post_block", "hidden_states"),
-        help="what the layer ids in the file mean, where the file leaves it open",
-    )
-    parser.add_argument(
-        "--norm-output-means",
-        choices=("state", "head"),
-        help="what norm_output in the file means, where the file leaves it open",
-    )
-    parser.add_argument("--dtype", default="auto", help="auto (default: as stored) or a dtype name")

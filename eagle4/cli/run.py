@@ -66,4 +66,8 @@ def _answer(loaded: Loaded, inputs, args: Namespace) -> str:
     speed = f"{len(new)} tokens, {len(new) / seconds:.1f} tokens/s"
     calls = f"{stats.target_calls} target calls, accept length {stats.accept_length:.2f}"
     print(f"[{speed}, {calls}]", file=sys.stderr)
+    if stats.exchange is not None:
+        sent, whole = (stats.exchange[f"{name}_bytes_per_round"] for name in ("verify", "whole"))
+        share = f"{sent:.0f} bytes per verification, {sent / whole:.2%} of whole logits"
+        print(f"[{stats.exchange['ranks']} ranks, {share}]", file=sys.stderr)
     return loaded.tokenizer.decode(new, skip_special_tokens=True)

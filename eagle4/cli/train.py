@@ -1,81 +1,121 @@
-"""`eagle4 data`, `eagle4 train` and `eagle4 convert`: everything that makes a drafter."""
+"""`eagle4 train` and `eagle4 convert`: everything that makes a drafter of stored features."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig
 
 from ..config import Eagle4Config, structural_keys
 from ..drafter import Eagle4Drafter
-from ..drafter.pairing import tokenizer_fingerprint
+from ..drafter.export import export
 from .common import load_target
-
-RESPONSES, FEATURES = "responses.jsonl", "features"
-
-
-def data(args: Namespace) -> int:
-    """Let the target answer prompts and store its features. Both parts resume."""
-    from ..training import FeatureWriter
-    from ..training.data import read_prompts, regenerate, synthesize_prompts, training_sequences
-    from ..training.extract import build_store
-    from ..training.features import target_identity
-
-    if not args.prompts and not args.synthesize:
-        raise ValueError("no prompts: pass --prompts FILE, --synthesize N, or both")
-    target, tokenizer, _ = load_target(args)
-    folder = Path(args.out)
-    prompts = list(read_prompts(args.prompts or [], tokenizer))[: args.limit]
-    if args.synthesize:
-        prompts += synthesize_prompts(target, tokenizer, args.synthesize, seed=args.seed)
-    regenerate(
-        target,
-        tokenizer,
-        prompts,
-        folder / RESPONSES,
-        max_new_tokens=args.max_new_tokens,
-        batch_size=args.batch_size,
-        seed=args.seed,
-    )
-    taps = args.tap_layers or Eagle4Config.for_target(target.config).tap_layers
-    identity = target_identity(target.config, taps, tokenizer_fingerprint(tokenizer))
-    with FeatureWriter(folder / FEATURES, identity) as writer:
-        unusable = build_store(target, taps, writer, training_sequences(folder / RESPONSES))
-        counts = {name: writer.manifest[name] for name in ("num_sequences", "num_supervised")}
-    print(json.dumps({"command": "data", "out": args.out, **counts, "unusable": unusable}))
-    return 0
+from .data import FEATURES
 
 
 def train(args: Namespace) -> int:
     """Train (or resume) a drafter on what `eagle4 data` wrote."""
     from ..training import FeatureStore, TrainConfig, train_drafter
+    from ..training.settings import CandidateConfig
 
-    names = [field.name for field in dataclasses.fields(TrainConfig)]
     given = {"steps": args.steps, "max_minutes": args.max_minutes, "seed": args.seed}
-    given = {name: value for name, value in given.items() if value is not None}
-    config = TrainConfig(**{**given, **parse_settings(args.set, names, "--set")})
+    config = _settings(TrainConfig, given, args.set, "--set")
+    candidates = _settings(CandidateConfig, {}, args.candidate_set, "--candidate-set")
     features = Path(args.data) / FEATURES
     taps = FeatureStore(features).manifest["target"]["tap_layers"]
     # The drafter borrows embedding and LM head; in fp32 the losses see what they are.
-    args.dtype = "float32"
+    args.dtype, args.device = "float32", args.device or _own_device()
     target, tokenizer, _ = load_target(args)
-    overrides = parse_settings(args.drafter_set, sorted(structural_keys()), "--drafter-set")
-    drafter_config = Eagle4Config.for_target(target.config, tap_layers=taps, **overrides)
+    drafter_config, init = _start(args, target, taps)
+    if args.sweep:
+        return _sweep(args, target, init, features, config, candidates)
+    if args.dry_run:
+        return _dry_run(args, target, drafter_config, features, config)
     _, metrics = train_drafter(
-        target, tokenizer, features, args.out, drafter_config=drafter_config, config=config
+        *(target, tokenizer, features, args.out),
+        drafter_config=drafter_config,
+        config=config,
+        candidates=candidates,
+        init=init,
     )
     out = str(Path(args.out) / "drafter")
     print(json.dumps({"command": "train", "out": out, "metrics": metrics}))
     return 0
 
 
+def _settings(kind: Any, given: dict[str, Any], pairs: Sequence[str], option: str) -> Any:
+    names = [field.name for field in dataclasses.fields(kind)]
+    given = {name: value for name, value in given.items() if value is not None}
+    return kind(**{**given, **parse_settings(pairs, names, option)})
+
+
+def _own_device() -> str:
+    """One GPU per process where there are some."""
+    count = torch.cuda.device_count()
+    return f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % count}" if count else "cpu"
+
+
+def _start(
+    args: Namespace, target: Any, taps: list[int]
+) -> tuple[Eagle4Config, Eagle4Drafter | None]:
+    """The drafter's form, and the drafter that training starts from."""
+    from ..training.warm_start import goal_config
+
+    overrides = parse_settings(args.drafter_set, sorted(structural_keys()), "--drafter-set")
+    if args.init is None:
+        return Eagle4Config.for_target(target.config, tap_layers=taps, **overrides), None
+    init = Eagle4Drafter.from_pretrained(
+        args.init, dtype=torch.float32, target_config=target.config
+    )
+    return goal_config(init.config, **overrides), init
+
+
+def _sweep(
+    args: Namespace, target: Any, init: Any, features: Path, config: Any, candidates: Any
+) -> int:
+    """Candidate heads of several ranks for a trained drafter: recall against cost."""
+    from ..training import FeatureStore
+    from ..training.recipe import start_drafter
+    from ..training.sweep import as_table, sweep
+    from ..training.trainer import Trainer
+
+    if init is None:
+        raise ValueError("--sweep compares candidate heads of a trained drafter; pass it as --init")
+    ranks = [int(word) for word in args.sweep.split(",")]
+    store = FeatureStore(features)
+    drafter = start_drafter(target, init.config, store, config, init)
+    trainer = Trainer(drafter, store, Path(args.out), config)
+    counts = [init.config.num_candidates]
+    points = sweep(trainer, drafter, ranks, counts, candidates)
+    print(as_table(points))
+    records = [{**point._asdict(), "speedup": point.speedup} for point in points]
+    print(json.dumps({"command": "train", "sweep": records}))
+    return 0
+
+
+def _dry_run(
+    args: Namespace, target: Any, drafter_config: Eagle4Config, features: Path, config: Any
+) -> int:
+    """Counts, memory and time of a run that is not made."""
+    from ..training import FeatureStore
+    from ..training.estimate import estimate
+
+    found = estimate(target, drafter_config, FeatureStore(features), config)
+    for name, value in found.items():
+        print(f"{name:24} {value:,}" if isinstance(value, int) else f"{name:24} {value}")
+    print(json.dumps({"command": "train", "dry_run": True, **found}))
+    return 0
+
+
 def convert(args: Namespace) -> int:
-    """Load a drafter in any dialect and write it in this library's layout."""
+    """Load a drafter in any dialect and write it in this library's layout or another's."""
     options: dict[str, Any] = {
         "tap_convention": args.tap_convention,
         "norm_output_means": args.norm_output_means,
@@ -83,7 +123,16 @@ def convert(args: Namespace) -> int:
     if args.target is not None:
         options["target_config"] = AutoConfig.from_pretrained(args.target)
     drafter = Eagle4Drafter.from_pretrained(args.drafter, dtype=args.dtype, **options)
-    drafter.save_pretrained(args.out)
+    own = drafter.config.own_embed_tokens and drafter.config.own_lm_head
+    if args.layout != "eagle4" and not own:
+        if args.target is None:
+            raise ValueError(
+                f"--layout {args.layout} writes complete files, and this drafter borrows from its "
+                "target; pass --target"
+            )
+        target, _, _ = load_target(Namespace(**{**vars(args), "device": "cpu"}))
+        drafter.bind(target.get_input_embeddings(), target.get_output_embeddings())
+    export(drafter, args.out, args.layout, verifier=args.target)
     count = sum(parameter.numel() for parameter in drafter.parameters())
     print(json.dumps({"command": "convert", "out": args.out, "parameters": count}))
     return 0

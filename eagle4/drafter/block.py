@@ -2,7 +2,7 @@
 
 EAGLE-4:  u = eh_proj([norm_e(embed); norm_h(g)]),  x = u + attn(attn_norm(u))
 EAGLE-3:  x = g + attn([norm_e(embed); norm_h(g)])            (q/k/v read 2H)
-both:     out = x + mlp(norm(x))
+both:     out = x + mlp(norm(x)), and with experts (see `moe`) out + experts(moe_norm(out))
 
 Attention itself is a function argument: serving reads a paged pool, training reads the
 training-time-test layout, and the weights do not know the difference.
@@ -23,6 +23,7 @@ from transformers.models.llama.modeling_llama import (
 
 from ..config import Eagle4Config
 from ..ops import normed_linear, small_linear
+from .moe import DraftExperts
 
 # (query [..., Hq, D], key [..., Hkv, D], value [..., Hkv, D]) -> [..., Hq, D]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -111,6 +112,9 @@ class DraftBlock(nn.Module):
         self.self_attn = DraftAttention(config)
         self.post_attention_layernorm = LlamaRMSNorm(hidden, eps)
         self.mlp = DraftMLP(config)
+        self.moe = DraftExperts(config) if config.num_experts else None
+        has_moe_norm = config.num_experts and config.moe_norm
+        self.moe_norm = LlamaRMSNorm(hidden, eps) if has_moe_norm else None
 
     def attention_input(
         self, state: torch.Tensor, embed: torch.Tensor
@@ -128,4 +132,8 @@ class DraftBlock(nn.Module):
     ) -> torch.Tensor:
         residual, attention_input = self.attention_input(state, embed)
         hidden = residual + self.self_attn(attention_input, rotary, attend)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        normed = self.post_attention_layernorm(hidden)
+        out = hidden + self.mlp(normed)
+        if self.moe is None:
+            return out
+        return out + self.moe(normed if self.moe_norm is None else self.moe_norm(out))

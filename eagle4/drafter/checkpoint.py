@@ -18,6 +18,7 @@ from .conventions import NormOutputMeans, TapConvention
 from .dialects import file_name, layer_prefix, read_config, write_config
 from .files import CONFIG, read_json, read_tensors, resolve_folder, write_files
 from .model import Eagle4Drafter
+from .speculators import from_speculators, is_speculators
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -43,8 +44,7 @@ def load(
     raw, tensors = read_json(folder / CONFIG), read_tensors(folder)
     try:
         config = read_config(
-            raw,
-            tensors,
+            *(from_speculators(raw) if is_speculators(raw) else raw, tensors),
             target_config=target_config,
             tap_convention=tap_convention,
             norm_output_means=norm_output_means,
@@ -56,8 +56,8 @@ def load(
         with torch.device("meta"):
             drafter = Eagle4Drafter(config)
         state = _fitting(drafter.state_dict(), tensors)
-        state = cast_floats(state, _as_dtype(dtype) or _widest(state))
-        _check_values(state, config.vocab_size)
+        state = cast_floats(state, _as_dtype(dtype) or widest(state))
+        check_state(state, config.vocab_size)
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"{folder}: {error}") from error
     drafter.load_state_dict(state, strict=True, assign=True)
@@ -79,8 +79,8 @@ def save(
     state = {name: value.detach().cpu() for name, value in drafter.state_dict().items()}
     if (cast := _as_dtype(dtype)) is not None:
         state = cast_floats(state, cast)
-    _check_values(state, drafter.config.vocab_size)
-    name = str(_widest(state)).removeprefix("torch.")
+    check_state(state, drafter.config.vocab_size)
+    name = str(widest(state)).removeprefix("torch.")
     # Cloned: safetensors refuses tensors that share memory.
     tensors = {key: value.contiguous().clone() for key, value in state.items()}
     write_files(folder, write_config(drafter.config, name), tensors)
@@ -127,7 +127,8 @@ def _kind(wanted: torch.Tensor) -> str:
     return "a 16, 32 or 64 bit float" if wanted.is_floating_point() else str(wanted.dtype)
 
 
-def _check_values(state: Mapping[str, torch.Tensor], vocab_size: int) -> None:
+def check_state(state: Mapping[str, torch.Tensor], vocab_size: int) -> None:
+    """Raises `ValueError` for non-finite values and impossible vocabulary maps."""
     bad = [k for k, v in state.items() if v.is_floating_point() and not v.isfinite().all()]
     if bad:
         raise ValueError(f"non-finite values in {bad}")
@@ -154,7 +155,8 @@ def check_vocabulary_map(d2t: torch.Tensor, t2d: torch.Tensor, vocab_size: int) 
         raise ValueError(f"d2t and t2d disagree about target ids {differ[:5]}")
 
 
-def _widest(state: Mapping[str, torch.Tensor]) -> torch.dtype:
+def widest(state: Mapping[str, torch.Tensor]) -> torch.dtype:
+    """The floating-point type that holds every tensor."""
     widest = state["fc.weight"].dtype
     for value in state.values():
         if value.is_floating_point():

@@ -34,6 +34,11 @@ _EAGLE4_KEYS = [
     *"eh_proj attn_norm use_rope candidate_rank num_candidates".split(),
     *"own_embed_tokens own_lm_head format_version".split(),
 ]
+# Of MoE drafters only; a dense drafter's file does not name them.
+_MOE_KEYS = [
+    *"num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob".split(),
+    *"routed_scaling_factor moe_norm".split(),
+]
 # Keys that need more than a copy.
 _TRANSLATED = [
     *"architectures model_type num_hidden_layers num_target_layers tie_word_embeddings".split(),
@@ -91,7 +96,7 @@ def read_config(
     borrowed, and the structure of EAGLE-4 files that do not name it. Raises `ValueError`.
     """
     is_eagle4 = _architecture(raw) == EAGLE4
-    keys = _SAME + (_EAGLE4_KEYS if is_eagle4 else [])
+    keys = _SAME + (_EAGLE4_KEYS + _MOE_KEYS if is_eagle4 else [])
     _check_keys(raw, keys)
     _check_structure(raw)
     given = {**_LLAMA_DEFAULTS, **{key: raw[key] for key in keys if raw.get(key) is not None}}
@@ -109,8 +114,9 @@ def read_config(
 
 def write_config(config: Eagle4Config, dtype: str) -> dict[str, Any]:
     """The ``config.json`` of the EAGLE-4 serving layout: Llama's keys and our own."""
+    own = (*_SAME, *_EAGLE4_KEYS, *(_MOE_KEYS if config.num_experts else ()))
     return {
-        **{key: getattr(config, key) for key in (*_SAME, *_EAGLE4_KEYS)},
+        **{key: getattr(config, key) for key in own},
         **write_rope(config.rope_parameters),
         "architectures": [EAGLE4],
         "model_type": "llama",

@@ -9,7 +9,7 @@ raw output (EAGLE-3).
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -21,6 +21,9 @@ from ..ops import normed_linear
 from ..types import Candidates
 from .block import Attend, DraftBlock, DraftRotaryEmbedding, Rotary
 from .head import BorrowedHead, propose_candidates, propose_full
+
+if TYPE_CHECKING:
+    from .sharded import SharedHeads
 
 
 class DraftOutput(NamedTuple):
@@ -68,6 +71,7 @@ class Eagle4Drafter(PreTrainedModel):
             self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
         self._rotary = DraftRotaryEmbedding(config) if config.use_rope else None
         self._borrowed: BorrowedHead | None = None
+        self.shared: SharedHeads | None = None  # set by `sharded.shard_drafter`
         self.post_init()
 
     # -- what the target lends -------------------------------------------------------------------
@@ -84,6 +88,11 @@ class Eagle4Drafter(PreTrainedModel):
     @property
     def head(self) -> nn.Module:
         return self.lm_head if self.config.own_lm_head else self._lender().lm_head
+
+    @property
+    def target_head(self) -> nn.Module:
+        """The target's LM head, also for a drafter with its own: training is taught by it."""
+        return self._lender().lm_head
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Embeddings ``[..., H]``; a borrowed table gets no gradient, it belongs to the target."""
@@ -136,12 +145,20 @@ class Eagle4Drafter(PreTrainedModel):
         rows = self.config.draft_vocab_size or self.config.vocab_size
         return min(rows, self.config.num_candidates) if self.config.candidate_rank else rows
 
+    @property
+    def num_heads(self) -> tuple[int, int]:
+        """Query and key/value heads that this process computes: all, or a split drafter's share."""
+        attention, width = cast(DraftBlock, self.layers[0]).self_attn, self.config.head_dim
+        return attention.q_proj.out_features // width, attention.k_proj.out_features // width
+
     # -- from state to tokens --------------------------------------------------------------------
 
     def propose(self, head_RH: torch.Tensor, top_k: int) -> Candidates:
         """Best ``top_k`` next tokens of every row with the reported log-probabilities."""
+        heads = self.shared
         if self.config.candidate_rank:
-            return propose_candidates(
+            propose = propose_candidates if heads is None else heads.propose_candidates
+            return propose(
                 self.head,
                 self.efficient_lm_head_down_proj,
                 self.efficient_lm_head,
@@ -149,7 +166,8 @@ class Eagle4Drafter(PreTrainedModel):
                 self.config.num_candidates,
                 top_k,
             )
-        found = propose_full(self.head, head_RH, top_k)
+        propose = propose_full if heads is None else heads.propose_full
+        found = propose(self.head, head_RH, top_k)
         if self.config.draft_vocab_size is not None:
             return found._replace(token_RK=found.token_RK + self.d2t[found.token_RK])
         return found

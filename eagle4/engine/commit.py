@@ -68,8 +68,11 @@ def commit_cache(
     """Keep the K/V and the taps of the accepted rows.
 
     ``rows`` are window indices in path order (0 is the root); the path moves to the front of the
-    window, so the cache is laid out as plain decoding would have left it.
+    window, so the cache is laid out as plain decoding would have left it. Recurrent layers take
+    the path in as well.
     """
+    if state.target_pool.recurrent is not None:
+        state.target_pool.recurrent.commit(sequence.index, rows)
     moved = [(old, new) for new, old in enumerate(rows) if old != new]
     if moved:
         slot = state.table.slot

@@ -220,9 +220,9 @@ def forward(
 ) -> DraftOutput:
     """One drafter step on the draft pool."""
     config = drafter.config
-    heads_kv, width = config.num_key_value_heads, config.head_dim
-    like_RHD = hidden_RH.new_empty((0, heads_kv, width))
-    groups = config.num_attention_heads // heads_kv
+    heads, heads_kv = drafter.num_heads
+    like_RHD = hidden_RH.new_empty((0, heads_kv, config.head_dim))
+    groups = heads // heads_kv
     mask = step.mask(config.sliding_window, groups, hidden_RH.dtype)
     pair = state.draft_pool.pair(0, like_RHD, like_RHD)
     layer = step.layer(*pair, gathers=state.graphs.compiled)._replace(mask=mask)

@@ -7,12 +7,19 @@ import logging
 import torch
 
 from .call import Call
+from .drafting import DraftError
 
 logger = logging.getLogger("eagle4")
 
 
 def stop_speculating(call: Call, error: Exception) -> None:
-    """Decode plainly from here on: counted, and logged once per call."""
+    """Decode plainly from here on: counted, and logged once per call.
+
+    Where ranks share the models only a `DraftError` is known to be seen by all of them; anything
+    else is raised again, because the others would go on drafting.
+    """
+    if call.target.vocab is not None and not isinstance(error, DraftError):
+        raise error
     reason = f"{type(error).__name__}: {error}"
     if not call.stats.fallbacks:
         logger.warning("speculation failed, decoding goes on without it: %s", reason)

@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,8 +22,10 @@ from ..config import SpeculativeConfig
 from ..drafter import Eagle4Drafter
 from ..harness import CostTable, HarnessPolicy
 from ..harness.acceptance import Experience
+from ..harness.agreed import AgreedTable
 from ..harness.profile_file import file_name, read, read_or_none, write
 from ..machine import cache_dir, device_name, package_version
+from ..parallel import Ranks
 from ..target import TargetAdapter
 from .graphs import EAGER, Graphs
 from .measure import COARSE, Grid, measure
@@ -42,9 +45,13 @@ class Profile(NamedTuple):
 
 
 class HarnessHome:
-    """The profile of one pair. `policy` is asked once per call, `settle` told at its end."""
+    """The profile of one pair. `policy` is asked once per call, `settle` told at its end.
 
-    def __init__(self):
+    Ranks that share the pair look and measure together, and end up with one profile.
+    """
+
+    def __init__(self, ranks: Ranks | None = None):
+        self.ranks = ranks
         self._profile: Profile | None = None
         self._saved_rounds = 0
 
@@ -61,10 +68,12 @@ class HarnessHome:
         Raises `ValueError` when ``config.profile`` is broken or from another setup, `OSError` when
         it cannot be read.
         """
-        here = fingerprint(target, drafter, graphs)
+        here = self._fingerprint(target, drafter, graphs)
         if config.profile is not None:
-            table, experience = read(Path(config.profile), here, frozen=True)
-            return HarnessPolicy(config, table, experience)
+            path = Path(config.profile)
+            found = self._agreed(lambda: Profile(*read(path, here, frozen=True)))
+            assert found is not None
+            return HarnessPolicy(config, *found)
         if self._profile is None or self._profile.table.fingerprint != here:
             self._profile = self._find(here, target, drafter, num_tokens, graphs)
             if self._profile is None:
@@ -80,7 +89,7 @@ class HarnessHome:
             return
         if profile.experience.rounds - self._saved_rounds >= SAVE_ROUNDS:
             self._saved_rounds = profile.experience.rounds
-            _save(profile)
+            self._save(profile)
 
     def _find(
         self,
@@ -90,15 +99,52 @@ class HarnessHome:
         num_tokens: int,
         graphs: Graphs,
     ) -> Profile | None:
-        found = read_or_none(profile_path(here), here)
-        if found is not None:
-            return Profile(*found)
-        if num_tokens < WORTH_TOKENS:
-            return None
+        path = profile_path(here)
+        found = self._agreed(lambda: _profile_or_none(path, here))
+        if found is not None or num_tokens < WORTH_TOKENS:
+            return found
         logger.info("measuring the costs of this pair once (a few seconds)")
-        profile = Profile(measure_pair(target, drafter, COARSE, here, graphs), Experience())
-        _save(profile)
+        table = measure_pair(target, drafter, COARSE, here, graphs)
+        profile = self._agreed(lambda: Profile(table, Experience()))
+        assert profile is not None
+        self._save(profile)
         return profile
+
+    def _save(self, profile: Profile) -> None:
+        if self.ranks is None or self.ranks.is_first:
+            _save(profile)
+
+    def _fingerprint(
+        self, target: TargetAdapter, drafter: Eagle4Drafter, graphs: Graphs
+    ) -> dict[str, Any]:
+        """Rank 0's: names of devices may differ, decisions must not."""
+        here = fingerprint(target, drafter, graphs)
+        return here if self.ranks is None else self.ranks.gather_objects(here)[0]
+
+    def _agreed(self, look: Callable[[], Profile | None]) -> Profile | None:
+        """What ``look`` finds; with ranks the slowest of their tables and rank 0's experience.
+
+        None as soon as one rank finds nothing. An error of one rank is an error of all.
+        """
+        if self.ranks is None:
+            return look()
+        try:
+            outcome = look()
+        except (ValueError, OSError) as error:
+            outcome = error
+        outcomes = self.ranks.gather_objects(outcome)
+        for found in outcomes:
+            if isinstance(found, Exception):
+                raise found
+        if any(found is None for found in outcomes):
+            return None
+        tables = [found.table for found in outcomes]
+        return Profile(AgreedTable(tables, self.ranks.largest), outcomes[0].experience)
+
+
+def _profile_or_none(path: Path, here: dict[str, Any]) -> Profile | None:
+    found = read_or_none(path, here)
+    return None if found is None else Profile(*found)
 
 
 def measure_pair(
@@ -109,11 +155,14 @@ def measure_pair(
     graphs: Graphs = EAGER,
 ) -> CostTable:
     """Measure a pair; call it where packed weights are active."""
-    device = target.device
+    device, vocab = target.device, target.vocab
+    # Ranks measure together, so they also stop together.
+    agree = bool if vocab is None else lambda over: bool(vocab.ranks.first([over])[0])
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     with torch.no_grad(), target.attached(run_block=graphs.block):
         cases = make_cases(target, drafter, grid, graphs)
-        return measure(cases, grid, here or fingerprint(target, drafter, graphs), synchronize)
+        here = here or fingerprint(target, drafter, graphs)
+        return measure(cases, grid, here, synchronize, agree)
 
 
 def profile_path(here: dict[str, Any]) -> Path:
@@ -136,7 +185,7 @@ def fingerprint(
         "compile": "inductor" if graphs.compiled else "eager",
         "threads": torch.get_num_threads() if target.device.type == "cpu" else None,
         "packed_weights": os.environ.get("EAGLE4_PACK_WEIGHTS", "1"),
-        "tensor_parallel": 1,
+        "tensor_parallel": 1 if target.vocab is None else target.vocab.ranks.size,
         "versions": versions,
     }
 

@@ -10,10 +10,11 @@ import torch
 from transformers import StoppingCriteriaList
 
 from ..harness import Policy
-from ..sampling import for_sequence, process_path
+from ..sampling import for_sequence
 from ..target import TargetAdapter
 from ..types import Drawn, Law, Tree
 from .call import Call, Request, Result
+from .choices import choose_tokens
 from .commit import commit_cache, commit_tokens
 from .drafting import Draft, DraftError
 from .fallback import is_out_of_memory, stop_speculating
@@ -37,6 +38,7 @@ def run(
     state = State(
         request.input_ids, request.pads, request.pad_token, request.known, request.sampler, graphs
     )
+    state.needs_rows = request.output_scores or request.output_logits
     if request.cache is not None:
         resume(request.cache, state, needs_features=draft is not None)
     batch = len(state.sequences)
@@ -97,12 +99,17 @@ def _prefill(call: Call, sequence: Sequence) -> None:
         )
     stats.target_calls += calls
     call.recorder.add_prompt(sequence, hidden)
-    none = torch.zeros(0, dtype=torch.int64, device=state.device)
-    choose = None if state.sampler is None else state.sampler.choose(sequence)
-    processors, history = call.processors[sequence.index], state.history(sequence)
-    scores_RV, choice_R = process_path(processors, logits_RV, history, none, none, choose)
-    _commit(call, sequence, [int(choice_R[0])], scores_RV, [])
-    call.recorder.add_rows(sequence, torch.tensor([0]), logits_RV, None)
+    chosen = choose_tokens(
+        state,
+        [sequence],
+        empty_tree(1, state.device),
+        None,
+        call.processors,
+        logits_RV,
+        call.target.vocab,
+    )
+    _commit(call, sequence, [int(chosen.choice_BR[0, 0])], chosen.scores[0], [])
+    call.recorder.add_rows(sequence, torch.tensor([0]), chosen.logits_RV, None)
 
 
 def _round(call: Call, sequences: list[Sequence]) -> None:
@@ -160,7 +167,7 @@ def _draft(
         return None
     try:
         if any(s.draft_length + s.num_pending < s.length - 1 for s in sequences):
-            raise RuntimeError("the target's taps did not reach the drafter")
+            raise DraftError("the target's taps did not reach the drafter")
         with call.stats.stage("draft"):
             found = call.draft(call.state, sequences, plan, limits, call.stats)
         tree, law = found if isinstance(found, Drawn) else (found, None)

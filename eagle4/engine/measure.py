@@ -48,12 +48,16 @@ def interleaved(
     budget_s: float,
     clock_ns: Callable[[], int] = time.perf_counter_ns,
     synchronize: Callable[[], None] = lambda: None,
+    agree: Callable[[bool], bool] = bool,
 ) -> dict[tuple[str, int, int], list[int]]:
-    """Nanoseconds of every repetition of every case, at least one each."""
+    """Nanoseconds of every repetition of every case, at least one each.
+
+    ``agree``: whether the time is up, as all ranks shall see it.
+    """
     taken: dict[tuple[str, int, int], list[int]] = {key: [] for key in cases}
     begin = clock_ns()
     for repeat in range(repeats + 1):
-        if repeat > 1 and clock_ns() - begin > 1e9 * budget_s:
+        if repeat > 1 and agree(clock_ns() - begin > 1e9 * budget_s):
             break
         for key, case in cases.items():
             synchronize()
@@ -85,9 +89,10 @@ def measure(
     grid: Grid,
     fingerprint: Mapping[str, object],
     synchronize: Callable[[], None] = lambda: None,
+    agree: Callable[[bool], bool] = bool,
 ) -> CostTable:
-    """A cost table from the callables of one setup."""
-    taken = interleaved(cases, grid.repeats, grid.budget_s, synchronize=synchronize)
+    """A cost table from the callables of one setup; options as those of `interleaved`."""
+    taken = interleaved(cases, grid.repeats, grid.budget_s, synchronize=synchronize, agree=agree)
     return CostTable(surfaces(taken), fingerprint=fingerprint)
 
 

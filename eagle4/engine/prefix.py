@@ -13,7 +13,7 @@ from .state import Sequence, State
 
 
 class Eagle4Cache:
-    """Paged K/V of target and drafter with the tokens that they belong to.
+    """Paged K/V of target and drafter, and recurrent state, with the tokens that they belong to.
 
     Passed back through ``generate(past_key_values=...)`` (or ``cache=...``) it is updated in place,
     as Transformers' caches are.
@@ -54,8 +54,14 @@ class Eagle4Cache:
         """A Transformers cache of the same content for plain ``generate`` or `forward` calls.
 
         Every row gets `get_seq_length` columns with its K/V at the right end of its padding, as a
-        left-padded batch has them. Raises `ValueError` when rows hold different numbers of tokens.
+        left-padded batch has them. Raises `ValueError` when rows hold different numbers of tokens,
+        and for targets with recurrent layers.
         """
+        if self.state.target_pool.recurrent is not None:
+            raise ValueError(
+                "the state of recurrent layers has no Transformers form here; pass the "
+                "Eagle4Cache itself as past_key_values, or none"
+            )
         lengths = {s.pad + s.kv_length for s in self.state.sequences}
         if len(lengths) > 1:
             raise ValueError(
@@ -85,9 +91,18 @@ def resume(cache: Eagle4Cache, state: State, needs_features: bool) -> None:
     """
     old = cache.state
     state.table, state.target_pool, state.draft_pool = old.table, old.target_pool, old.draft_pool
+    recurrent = state.target_pool.recurrent
     for before, after in zip(old.sequences, state.sequences, strict=True):
         shared = _common_prefix(old.tokens(before), state.tokens(after))
-        _keep(before, after, shared, needs_features)
+        if recurrent is None:
+            _keep(before, after, shared, needs_features)
+            continue
+        # Recurrent state exists at a few lengths only: the longest that everything else reaches.
+        for length in recurrent.resumable(after.index):
+            _keep(before, after, shared, needs_features, length)
+            if after.kv_length == length:
+                recurrent.restore(after.index, length)
+                break
     cache.state = state
 
 
@@ -97,13 +112,20 @@ def _common_prefix(a: torch.Tensor, b: torch.Tensor) -> int:
     return int(differs[0]) if len(differs) else length
 
 
-def _keep(before: Sequence, after: Sequence, shared: int, needs_features: bool) -> None:
+def _keep(
+    before: Sequence,
+    after: Sequence,
+    shared: int,
+    needs_features: bool,
+    most: int | None = None,
+) -> None:
     """Cut lengths so that everything kept belongs to the first ``shared`` tokens.
 
     The last prompt token is always run again, because its logits are needed. A draft entry t also
-    depends on token t + 1.
+    depends on token t + 1. ``most``: target entries to keep at most.
     """
     kv_length = min(before.kv_length, shared, after.length - 1)
+    kv_length = kv_length if most is None else min(kv_length, most)
     draft_length = min(before.draft_length, max(shared - 1, 0), kv_length)
     features = torch.cat(before.pending) if before.pending else None
     first = before.draft_length  # position of the first pending feature

@@ -14,11 +14,11 @@ import torch
 from transformers import LogitsProcessorList
 
 from ..cache import Window, build_step
-from ..sampling import process_path
 from ..target import TargetAdapter, TargetOutput
 from ..tree import ancestor_matrix
-from ..types import Drawn, Law, Tree, Verdict
+from ..types import Law, Tree, Verdict
 from ..verify import verify_greedy
+from .choices import choose_tokens
 from .state import Sequence, State
 
 PREFILL_CHUNK = 512
@@ -56,7 +56,7 @@ def prefill(
         position = torch.arange(start, stop, device=state.device)
         visible = torch.ones(stop - start, stop - start, dtype=torch.bool, device=state.device)
         window = Window(sequence.index, start, 0, position, visible.tril())
-        step = build_step(state.table, [window], state.device)
+        step = build_step(state.table, [window], state.device, is_prompt=True)
         last = torch.tensor([stop - start - 1], device=state.device)
         out = target.forward(ids[start:stop], step, state.target_pool, last, all_hidden_states)
         calls += 1
@@ -100,24 +100,10 @@ def verify(
     for count in counts:
         first_row.append(row)
         row += count + 1
-    scores = []
-    drawn = None if law is None else Drawn(tree, law)
-    choice_BR = torch.full(
-        (len(sequences), tree.token_BN.shape[1] + 1), -1, dtype=torch.int64, device=state.device
-    )
-    for b, sequence in enumerate(sequences):
-        count = counts[b]
-        choose = None if state.sampler is None else state.sampler.choose(sequence, drawn, b)
-        scores_RV, choice_BR[b, : count + 1] = process_path(
-            processors[sequence.index],
-            output.logits_RV[first_row[b] : first_row[b] + count + 1],
-            state.history(sequence),
-            tree.token_BN[b, :count],
-            tree.parent_BN[b, :count],
-            choose,
-        )
-        scores.append(scores_RV)
-    return Verified(verify_greedy(tree, ancestors_BNN, choice_BR), first_row, scores, output)
+    chosen = choose_tokens(state, sequences, tree, law, processors, output.logits_RV, target.vocab)
+    output = output._replace(logits_RV=chosen.logits_RV)
+    verdict = verify_greedy(tree, ancestors_BNN, chosen.choice_BR)
+    return Verified(verdict, first_row, chosen.scores, output)
 
 
 def _tree_window(

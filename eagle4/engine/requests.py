@@ -5,6 +5,7 @@ Refusals happen before the first forward and name the argument.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -57,6 +58,22 @@ def resolve_seed(generation_config: GenerationConfig | None, kwargs: dict) -> An
     if seed is None:
         seed = getattr(generation_config, "seed", None)
     return check_seed(seed)
+
+
+def carry(
+    model, generation_config: GenerationConfig | None, kwargs: dict, settings: dict[str, Any]
+) -> GenerationConfig | None:
+    """Put our settings where Transformers hands them on: in the call's config, or its arguments."""
+    if generation_config is None:
+        for name in settings:
+            if not hasattr(model.generation_config, name):  # the user assigned another one
+                setattr(model.generation_config, name, None)
+        kwargs |= settings
+        return None
+    generation_config = copy.deepcopy(generation_config)
+    for name, value in settings.items():
+        setattr(generation_config, name, value)
+    return generation_config
 
 
 def serialise(config: SpeculativeConfig | None) -> dict | bool:
@@ -146,12 +163,22 @@ def check_foreign(model_kwargs: dict) -> None:
             )
 
 
-def check_seedless(generation_config: GenerationConfig) -> None:
-    """Raise `ValueError` when decoding that is not the engine's is given a seed."""
-    if generation_config.do_sample and getattr(generation_config, "seed", None) is not None:
+def check_drawing(generation_config: GenerationConfig, is_split: bool) -> None:
+    """Raise `ValueError` when decoding that is not the engine's cannot draw as it was asked to.
+
+    ``is_split``: over ranks, of which each would draw with a generator of its own.
+    """
+    why = "cannot serve this call (another cache or none, output_attentions, guidance, ...)"
+    if not generation_config.do_sample:
+        return
+    if is_split:
         raise ValueError(
-            "seed is honoured by eagle4's own decoding only, which cannot serve this call (another "
-            "cache or none, output_attentions, guidance, ...); use torch.manual_seed"
+            f"under tensor parallelism only eagle4's own decoding samples, and it {why}; use "
+            "do_sample=False"
+        )
+    if getattr(generation_config, "seed", None) is not None:
+        raise ValueError(
+            f"seed is honoured by eagle4's own decoding only, which {why}; use torch.manual_seed"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
@@ -14,6 +14,9 @@ from ..sampling import Choose, context_free, draft_law
 from ..types import Candidates, Drawn
 from ..verify import choose_coupled, choose_rejection
 from .state import Sequence
+
+if TYPE_CHECKING:
+    from .shared_rows import SharedRows
 
 # How much a coupled candidate's lead in log q + g says about the target's choice; see `rank`.
 SHARPNESS = 0.5
@@ -27,15 +30,23 @@ class Sampler:
         self.warpers = warpers
         self.ranks = RankAcceptance()
 
-    def choose(self, sequence: Sequence, drawn: Drawn | None = None, b: int = 0) -> Choose:
+    def choose(
+        self,
+        sequence: Sequence,
+        drawn: Drawn | None = None,
+        b: int = 0,
+        shared: SharedRows | None = None,
+    ) -> Choose:
         """What picks the token behind a verified row of tree ``b``.
 
         Children that were drawn are put to the acceptance test. Anything else is coupled: the
-        token depends on the seed and its position alone.
+        token depends on the seed and its position alone. ``shared`` stands in for rows of scores.
         """
         key = self.keys[sequence.index]
 
         def coupled(row: int, depth: int, score_V: torch.Tensor) -> torch.Tensor:
+            if shared is not None:
+                return shared.token(b, row)
             return choose_coupled(score_V, key, sequence.length + depth)
 
         if drawn is None:
@@ -47,9 +58,12 @@ class Sampler:
             child_K = tree.token_BN[b][is_child_N]
             if not len(child_K):
                 return coupled(row, depth, score_V)
-            token_C, logq_C = law.token_BRC[b, row], law.logp_BRC[b, row]
-            position = sequence.length + depth
-            token, refused = choose_rejection(score_V, key, position, child_K, token_C, logq_C)
+            asked = key, sequence.length + depth, child_K, law.token_BRC[b, row]
+            logq_C = law.logp_BRC[b, row]
+            if shared is not None:
+                token, refused = shared.reject(b, row, *asked, logq_C)
+            else:
+                token, refused = choose_rejection(score_V, *asked, logq_C)
             self.ranks.record(depth, refused, len(child_K))
             return token
 

@@ -53,6 +53,7 @@ class State:
         self.known = known
         self.pad_token = pad_token
         self.sampler = sampler
+        self.needs_rows = False  # whole rows of scores or logits leave the engine
         self.graphs = graphs
         self.ids_BT = ids_BP.clone()
         self.table = PageTable(len(ids_BP))

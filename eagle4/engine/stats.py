@@ -31,6 +31,7 @@ class SpeculationStats:
     fallbacks: Counter[str] = field(default_factory=Counter)  # reason -> count
     seconds: Counter[str] = field(default_factory=Counter)  # stage -> time
     harness: dict[str, Any] | None = None  # what the harness decided; None without it
+    exchange: dict[str, Any] | None = None  # what ranks sent each other; None on one process
     _drafted_depth: Counter[int] = field(default_factory=Counter)
     _accepted_depth: Counter[int] = field(default_factory=Counter)
     _committed: int = 0  # tokens committed by speculative sequence-rounds
@@ -83,4 +84,5 @@ class SpeculationStats:
             "fallbacks": dict(self.fallbacks),
             "seconds": dict(self.seconds),
             "harness": self.harness,
+            "exchange": self.exchange,
         }

@@ -12,6 +12,7 @@ from .block_topk import block_topk
 from .candidate_head import best_candidates, candidate_logprobs
 from .coupled import coupled_rows
 from .dispatch import has_kernels
+from .divergence import divergence
 from .grow_level import grow_level
 from .input_stage import normed_linear
 from .move_rows import move_rows, row_addresses
@@ -23,9 +24,13 @@ from .prune import prune
 from .rejection import rejection_rows
 from .small_gemm import small_linear
 from .tree_attention import fold_visible, tree_attention
+from .tree_conv import chain_conv, conv_sources, tree_conv
+from .tree_gdn import TreePaths, advance_gdn_, tree_gdn
 
 __all__ = ["PackedLinears", "PagedView", "accept_walk", "ancestor_matrix", "ancestor_words"]
 __all__ += ["best_candidates", "best_offer", "block_topk", "candidate_logprobs", "choose_nodes"]
 __all__ += ["coupled_rows", "fold_visible", "grow_level", "has_fast_bf16", "has_kernels"]
 __all__ += ["move_rows", "normed_linear", "pack_bits", "paged_attention", "prune"]
 __all__ += ["rejection_rows", "row_addresses", "small_linear", "tree_attention", "unpack_bits"]
+__all__ += ["TreePaths", "advance_gdn_", "chain_conv", "conv_sources", "divergence"]
+__all__ += ["tree_conv", "tree_gdn"]

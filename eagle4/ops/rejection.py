@@ -110,9 +110,24 @@ def _choose(
     child_K = child_K[child_K >= 0]
     token_S, score_S = support(score_V)
     p_S = score_S.softmax(dim=0)
+    refused, p_S = count_refused(token_S, p_S, accept_key, child_K, token_C, logq_C)
+    if refused < len(child_K):
+        return child_K[refused], refused
+    return draw(p_S.log(), token_S, token_key), refused
+
+
+def count_refused(
+    token_S: torch.Tensor,
+    p_S: torch.Tensor,
+    accept_key: int,
+    child_K: torch.Tensor,
+    token_C: torch.Tensor,
+    logq_C: torch.Tensor,
+) -> tuple[int, torch.Tensor]:
+    """How many children were refused, and the law that is owed after them; see `trials`."""
     uniform_K = uniform(accept_key, torch.arange(len(child_K), device=child_K.device))
     for rank, trial in enumerate(trials(token_S, p_S, child_K, token_C, logq_C)):
         if uniform_K[rank] < trial.accept:
-            return child_K[rank], rank
+            return rank, p_S
         p_S = trial.residual_S
-    return draw(p_S.log(), token_S, token_key), len(child_K)
+    return len(child_K), p_S

@@ -2,6 +2,7 @@
 
 In: token rows with an `AttentionStep`. Out: logits of the asked rows and the taps of every row.
 Always: outside `TargetAdapter.attached` the model is exactly what the user handed over.
+Attention layers come in through Transformers' registry, recurrent mixers through `mixers`.
 """
 
 from .adapter import TargetAdapter, TargetOutput

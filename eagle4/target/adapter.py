@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -17,16 +17,18 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..cache import AttentionStep, KVPool
 from ..ops import PackedLinears
+from ..parallel import VocabShard
 from . import attention
 from .blocks import RunBlock, replaced
 from .families import check_target, is_proven
+from .mixers import RecurrentMixers
 from .probe import probe
 
 
 class TargetOutput(NamedTuple):
     """One packed forward."""
 
-    logits_RV: torch.Tensor  # raw logits of the asked rows
+    logits_RV: torch.Tensor  # raw logits of the asked rows; of `TargetAdapter.vocab` when split
     features_RTH: torch.Tensor | None  # taps of every row, low to high
     hidden_states: tuple[torch.Tensor, ...] | None  # every layer's [R, H] when asked
 
@@ -49,6 +51,8 @@ class TargetAdapter:
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._taps: dict[int, torch.Tensor] = {}
         self._packed = PackedLinears(model)
+        self.vocab: VocabShard | None = None
+        self.mixers = RecurrentMixers(model)
         if not is_proven(model):
             probe(self)
 
@@ -59,6 +63,11 @@ class TargetAdapter:
     @property
     def dtype(self) -> torch.dtype:
         return self.model.get_input_embeddings().weight.dtype  # type: ignore[return-value]
+
+    def share(self, vocab: VocabShard) -> None:
+        """The model was split: from now on packed forwards give this rank's columns of logits."""
+        self.vocab = vocab
+        self._packed = PackedLinears(self.model)
 
     @contextmanager
     def attached(
@@ -77,7 +86,14 @@ class TargetAdapter:
         try:
             for config in configs:
                 config._attn_implementation = attention.NAME
-            with self.evaluating(), self._packed.active(), replaced(self.blocks, run_block):
+            blocks = self.mixers.others(self.blocks)
+            with (
+                self.evaluating(),
+                self._packed.active(),
+                self.mixers.active(),
+                replaced(blocks, run_block),
+                nullcontext() if self.vocab is None else self.vocab.local(),
+            ):
                 yield self
         finally:
             for handle in handles:
@@ -119,6 +135,10 @@ class TargetAdapter:
         ``calls``, when given, is filled with what every layer's attention call carried.
         """
         self._taps.clear()
+        recurrent = self.mixers.state_of(pool) if self.mixers else None
+        if recurrent is not None:
+            assert step.lineage is not None
+            recurrent.begin(step.lineage)
         kwargs: dict = {attention.KEYWORD: attention.PackedState(step, pool, calls)}
         if keep is not None and self._keeps_logits:
             kwargs["logits_to_keep"] = keep
@@ -134,6 +154,8 @@ class TargetAdapter:
             return_dict=True,
             **kwargs,
         )
+        if recurrent is not None:
+            recurrent.finish()
         logits = out.logits[0]
         if keep is not None and not self._keeps_logits:
             logits = logits[keep]

@@ -21,7 +21,13 @@ KEYWORD = "eagle4_state"
 
 
 class OutsideCallError(RuntimeError):
-    """An attention layer ran packed attention without the state of a packed forward."""
+    """A layer ran in its packed form without the state of a packed forward."""
+
+    def __init__(self):
+        super().__init__(
+            "the target was called from outside while eagle4 is generating with it; "
+            "use a second copy of the model for concurrent calls"
+        )
 
 
 class AttentionCall(NamedTuple):
@@ -33,7 +39,7 @@ class AttentionCall(NamedTuple):
 
 
 class PackedState(NamedTuple):
-    """What one packed forward passes down to every attention layer."""
+    """What one packed forward passes down to every attention and recurrent layer."""
 
     step: AttentionStep
     pool: KVPool
@@ -61,10 +67,7 @@ def packed_attention(
         out_RHD = attend_layer(eagle4_state, *rows, sliding_window=sliding_window, **options)
         return out_RHD.unsqueeze(0), None
     if eagle4_state is None:
-        raise OutsideCallError(
-            "the target was called from outside while eagle4 is generating with it; "
-            "use a second copy of the model for concurrent calls"
-        )
+        raise OutsideCallError
     layer: int = module.layer_idx  # type: ignore[assignment]
     if eagle4_state.calls is not None:
         unknown = frozenset(k for k, v in kwargs.items() if v is not None and v is not False)

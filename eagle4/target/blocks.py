@@ -6,7 +6,7 @@ gets the block as an argument and the block's share of the step as plain tensors
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ def run_block(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def replaced(blocks: nn.ModuleList, run: RunBlock | None) -> Iterator[None]:
+def replaced(blocks: Iterable[nn.Module], run: RunBlock | None) -> Iterator[None]:
     """Inside, the blocks run through ``run`` once their K/V pools exist; None changes nothing."""
     stand_ins = [] if run is None else [s for s in map(_StandIn.of, blocks) if s is not None]
     try:

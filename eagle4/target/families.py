@@ -1,9 +1,9 @@
 """The only per-family table: which targets take packed rows, and why others do not.
 
-``PROVEN`` families are tested greedy fp32 token for token against Transformers' own `generate`
-(tests/target). ``REFUSED`` families are refused by name with what is missing. Anything else is
-probed when it is attached (probe.py): packed tree rows must reproduce plain forwards, and the
-attention calls must pass the declared windows and nothing that is not understood.
+``PROVEN`` and ``HYBRID`` families are tested greedy fp32 token for token against Transformers' own
+`generate` (tests/target). ``REFUSED`` families are refused by name with what is missing. Anything
+else is probed when it is attached (probe.py): packed tree rows must reproduce plain forwards, and
+the attention calls must pass the declared windows and nothing that is not understood.
 """
 
 from __future__ import annotations
@@ -34,22 +34,43 @@ PROVEN = frozenset(
         "deepseek_v3",
     }
 )
+# Hybrids of attention and recurrent layers, see mixers.py. Proven as well.
+HYBRID = frozenset(
+    {
+        "qwen3_next",
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
+        "olmo_hybrid",
+        "bamba",
+        "falcon_h1",
+        "granitemoehybrid",
+        "nemotron_h",
+        "lfm2",
+        "lfm2_moe",
+    }
+)
 
 _ALIBI = "its ALiBi bias is computed from the key index, so drafted rows get the wrong bias"
-_STATE = "its recurrent layers need per-node states that are not supported yet"
+_CHANNELS = (
+    "recurrent layers that decay every channel on its own have no tree form in eagle4 "
+    "(Gated DeltaNet, Mamba-2 and short convolutions have)"
+)
 REFUSED = {
     "bloom": _ALIBI,
     "mpt": _ALIBI,
-    "jamba": _STATE,
-    "mamba": _STATE,
-    "mamba2": _STATE,
-    "falcon_mamba": _STATE,
-    "recurrent_gemma": _STATE,
-    "rwkv": _STATE,
+    "jamba": _CHANNELS,
+    "mamba": _CHANNELS,
+    "falcon_mamba": _CHANNELS,
+    "zamba": _CHANNELS,
+    "recurrent_gemma": _CHANNELS,
+    "kimi_linear": _CHANNELS,
+    "rwkv": _CHANNELS,
+    "mamba2": "a model of recurrent layers alone is not supported; hybrids with attention are",
     "llama4_text": "its chunked attention layers are not expressed by a sliding window",
 }
 
 ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+HYBRID_LAYER_TYPES = ATTENTION_LAYER_TYPES | {"linear_attention", "conv", "hybrid", "mlp", "moe"}
 
 # Arguments of attention calls that change nothing for packed rows; their positions, masks and
 # causality come from the step.
@@ -68,15 +89,20 @@ def check_target(model: PreTrainedModel) -> None:
         raise ValueError(f"{name} has no LM head; load it with AutoModelForCausalLM")
     if config.model_type in REFUSED:
         raise ValueError(f"{name} cannot be a target: {REFUSED[config.model_type]}")
-    if getattr(model, "_is_stateful", False):
-        raise ValueError(f"{name} cannot be a target: {_STATE}")
+    is_hybrid = config.model_type in HYBRID
+    if getattr(model, "_is_stateful", False) and not is_hybrid:
+        raise ValueError(
+            f"{name} cannot be a target: its recurrent layers have no packed form in eagle4; "
+            f"hybrids that have are {sorted(HYBRID)}"
+        )
     if getattr(config, "alibi", False):
         raise ValueError(f"{name} cannot be a target: {_ALIBI}")
-    kinds = set(getattr(config, "layer_types", None) or []) - ATTENTION_LAYER_TYPES
+    allowed = HYBRID_LAYER_TYPES if is_hybrid else ATTENTION_LAYER_TYPES
+    kinds = set(getattr(config, "layer_types", None) or []) - allowed
     if kinds:
         raise ValueError(
             f"{name} cannot be a target: layer types {sorted(kinds)} are not supported; "
-            f"allowed are {sorted(ATTENTION_LAYER_TYPES)}"
+            f"allowed are {sorted(allowed)}"
         )
     _check_rope(name, config)
     if not (model._supports_sdpa or getattr(model, "_supports_attention_backend", False)):
@@ -112,7 +138,7 @@ def is_proven(model: PreTrainedModel) -> bool:
     A multimodal model around a proven decoder is not proven: its own forward comes first.
     """
     is_stock = type(model).__module__.startswith("transformers.models.")
-    return is_stock and model.config.model_type in PROVEN
+    return is_stock and model.config.model_type in PROVEN | HYBRID
 
 
 def declared_windows(config: PreTrainedConfig) -> list[int | None]:

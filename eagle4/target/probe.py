@@ -44,7 +44,7 @@ def probe(target: TargetAdapter) -> None:
     except OutsideCallError as error:
         raise ValueError(
             f"{name} cannot be a target: it does not hand keyword arguments of its forward down to "
-            "the attention function"
+            "the attention function and the recurrent layers"
         ) from error
     except Exception as error:
         raise ValueError(
@@ -89,7 +89,7 @@ def _packed(
             visible[node] |= visible[parent]
     tree = Window(0, prefix, 0, prefix + torch.tensor(_DEPTH, device=device), visible)
     with target.attached(with_taps=False):
-        target.forward(prefix_ids, build_step(table, [first], device), pool)
+        target.forward(prefix_ids, build_step(table, [first], device, is_prompt=True), pool)
         step = build_step(table, [tree], device)
         return target.forward(node_ids, step, pool, calls=calls).logits_RV
 

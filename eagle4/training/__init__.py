@@ -1,9 +1,11 @@
 """Training: from a target and prompts to a drafter.
 
-In: prompts (`data`), the target's answers to them, its features on disk (`extract`, `features`).
-Out: a drafter folder in the serving layout with held-out metrics (`recipe`).
-Always: the unrolled drafter computes what serving computes (`ttt`), losses are float32, the
-embedding and LM head stay the target's, every file is replaced atomically and every run resumes.
+In: prompts (`prompts`, `dialects`), the target's answers to them (`answers`), its features on disk
+(`extract`, `features`). Out: a drafter folder in the serving layout with held-out metrics, a card
+and curves (`recipe`).
+Always: the unrolled drafter computes what serving computes (`ttt`), losses are float32, what the
+target lends stays the target's, the best checkpoint is the one that the engine measured (`judge`),
+one process or many compute the same step, every file is replaced whole and every run resumes.
 """
 
 from .features import FeatureStore, FeatureWriter

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from ..ops import PackedLinears
 from .features import FeatureSequence, FeatureWriter
 
 
@@ -81,19 +82,21 @@ def build_store(
     twenty of them is an error.
     """
     done, bad, checked = writer.num_done, 0, False
-    for i, (ids, mask, info) in enumerate(tqdm(sequences, total=total, desc="features")):
-        if i < done:
-            continue
-        if not checked:
-            check_head(target, ids)
-            checked = True
-        taps, last = extract(target, tap_layers, ids)
-        if taps.isfinite().all() and last.isfinite().all():
-            writer.add(FeatureSequence(ids.int(), taps, last, mask.bool()), info)
-            continue
-        bad += 1
-        writer.drop()
-        if bad > 20 and bad > 0.05 * (i + 1 - done):
-            raise ValueError(f"{bad} of {i + 1 - done} sequences have non-finite features")
+    bar = tqdm(sequences, total=total, desc="features", mininterval=5)
+    with PackedLinears(target).active():
+        for i, (ids, mask, info) in enumerate(bar):
+            if i < done:
+                continue
+            if not checked:
+                check_head(target, ids)
+                checked = True
+            taps, last = extract(target, tap_layers, ids)
+            if taps.isfinite().all() and last.isfinite().all():
+                writer.add(FeatureSequence(ids.int(), taps, last, mask.bool()), info)
+                continue
+            bad += 1
+            writer.drop()
+            if bad > 20 and bad > 0.05 * (i + 1 - done):
+                raise ValueError(f"{bad} of {i + 1 - done} sequences have non-finite features")
     writer.flush()
     return bad

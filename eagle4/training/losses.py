@@ -1,111 +1,163 @@
-"""Forward KL to the target's distribution without keeping a ``[rows, V]`` tensor.
+"""The loss of all anchors at all depths, without keeping a ``[rows, V]`` tensor.
 
-Per anchor and depth, with student logits z and teacher probabilities p:
-``L = logsumexp(z) - sum_v p_v z_v`` (the teacher's entropy, a constant, is left out), in float32.
-``dL/dz = softmax(z) - p``, so the forward pass makes ``dL/dh = (softmax(z) - p) W`` at once and
-keeps only that. The head is frozen. Teacher rows are scored once per run and shared by all depths.
-
-Sampled vocabulary: the columns are frequent tokens, the batch's own tokens, and a uniform sample of
-the rest whose logits get ``log((V - fixed) / sampled)``, so that both log-normalisers are estimated
-without favour for the frequent tokens. Student and teacher share columns and correction.
+Rows are scored in chunks that are as large as a budget of logits allows; a chunk's slope turns at
+once into ``dL/dh = slope W`` (and ``dL/dW = slope^T h`` where the head is trained), and only those
+are kept. Teacher rows are scored once per chunk and shared by all depths. Everything is float32
+from the logits on; which divergence is measured is `ops.divergence`'s choice of seven.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from ..ops import divergence
+from .heads import Heads
 
-class Columns(NamedTuple):
-    """The part of the vocabulary that a sampled loss looks at."""
-
-    index_C: torch.Tensor  # int64 token ids
-    correction_C: torch.Tensor  # float32, added to the logits
+LOGITS_BUDGET = 1 << 25  # logits of one chunk of anchors: 128 MB in float32
 
 
-def sample_columns(
-    fixed: torch.Tensor, num_sampled: int, vocab_size: int, generator: torch.Generator
-) -> Columns:
-    """``fixed`` tokens (duplicates allowed) and ``num_sampled`` uniform draws from the others."""
-    is_fixed = torch.zeros(vocab_size, dtype=torch.bool)
-    is_fixed[fixed] = True
-    inside, outside = is_fixed.nonzero()[:, 0], (~is_fixed).nonzero()[:, 0]
-    drawn = outside[torch.randperm(len(outside), generator=generator)[:num_sampled]]
-    correction = torch.zeros(len(inside) + len(drawn))
-    if len(drawn):
-        correction[len(inside) :] = torch.tensor(len(outside) / len(drawn)).log()
-    return Columns(torch.cat([inside, drawn]), correction)
+class DraftLoss(NamedTuple):
+    """A scalar to differentiate, and what it was made of."""
+
+    total: torch.Tensor
+    loss_BKM: torch.Tensor
+    overlap_BKM: torch.Tensor
 
 
-def depth_weights(num_depths: int, decay: float) -> torch.Tensor:
-    """``decay**k``, normalised to sum 1."""
-    weight_K = decay ** torch.arange(num_depths, dtype=torch.float32)
+def depth_weights(num_depths: int, decay: float | tuple[float, ...]) -> torch.Tensor:
+    """``decay**k``, or a weight per depth, normalised to sum 1. Raises `ValueError`."""
+    if isinstance(decay, (int, float)):
+        weight_K = float(decay) ** torch.arange(num_depths, dtype=torch.float32)
+    else:
+        weight_K = torch.tensor(decay, dtype=torch.float32)
+    if len(weight_K) != num_depths or not (weight_K >= 0).all() or not weight_K.sum() > 0:
+        raise ValueError(f"{num_depths} depths need as many weights >= 0, not all 0; got {decay}")
     return weight_K / weight_K.sum()
 
 
-def row_weights(valid_BKM: torch.Tensor, weight_K: torch.Tensor) -> torch.Tensor:
-    """Weight of every row such that the loss is the depth-weighted mean over valid slots."""
-    count_K = valid_BKM.sum(dim=(0, 2)).clamp_min(1)
-    return valid_BKM * (weight_K.to(valid_BKM.device) / count_K)[:, None]
+def row_weights(
+    valid_BKM: torch.Tensor, weight_K: torch.Tensor, count_K: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Weight of every row such that the loss is the depth-weighted mean over valid slots.
+
+    ``count_K``: valid slots of the whole optimiser step, where these rows are a part of it.
+    """
+    count_K = valid_BKM.sum(dim=(0, 2)) if count_K is None else count_K
+    weight_K = weight_K.to(valid_BKM.device) / count_K.to(valid_BKM.device).clamp_min(1)
+    return valid_BKM * weight_K[:, None]
 
 
-class _SoftCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, head_BKMH, teacher_BJH, weight_CH, bias_C, row_weight_BKM):
-        loss_BKM = torch.empty_like(row_weight_BKM)
-        grad_BKMH = torch.empty_like(head_BKMH)
-        for b in range(head_BKMH.shape[0]):
-            loss_BKM[b], grad_BKMH[b] = _one_run(
-                head_BKMH[b], teacher_BJH[b], weight_CH, bias_C, row_weight_BKM[b]
-            )
-        ctx.save_for_backward(grad_BKMH)
-        ctx.mark_non_differentiable(loss_BKM)
-        return (loss_BKM * row_weight_BKM).sum(), loss_BKM
-
-    @staticmethod
-    def backward(ctx, grad_total, _):
-        (grad_BKMH,) = ctx.saved_tensors
-        return grad_BKMH * grad_total, None, None, None, None
-
-
-def _logits(hidden: torch.Tensor, weight_CH: torch.Tensor, bias_C: torch.Tensor | None):
-    logits = (hidden.to(weight_CH.dtype) @ weight_CH.T).float()
-    return logits if bias_C is None else logits.add_(bias_C)
-
-
-def _one_run(head_KMH, teacher_JH, weight_CH, bias_C, row_weight_KM):
-    teacher_JC = torch.softmax(_logits(teacher_JH, weight_CH, bias_C), dim=-1)
-    loss_KM, grad_KMH = torch.empty_like(row_weight_KM), torch.empty_like(head_KMH)
-    num_anchors = head_KMH.shape[1]
-    for k in range(head_KMH.shape[0]):
-        logits_MC = _logits(head_KMH[k], weight_CH, bias_C)
-        teacher_MC = teacher_JC[k : k + num_anchors]
-        lse_M = torch.logsumexp(logits_MC, dim=-1)
-        loss_KM[k] = lse_M - (teacher_MC * logits_MC).sum(-1)
-        delta_MC = logits_MC.sub_(lse_M[:, None]).exp_().sub_(teacher_MC)
-        delta_MC.mul_(row_weight_KM[k][:, None])
-        grad_KMH[k] = delta_MC.to(weight_CH.dtype) @ weight_CH
-    return loss_KM, grad_KMH
-
-
-def soft_cross_entropy(
+def draft_loss(
     head_BKMH: torch.Tensor,
     teacher_BJH: torch.Tensor,
-    lm_head: Any,
-    row_weight_BKM: torch.Tensor,
-    columns: Columns | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weighted loss (a scalar that differentiates into ``head_BKMH``) and loss of every row.
+    heads: Heads,
+    weight_BKM: torch.Tensor,
+    kind: str = "forward_kl",
+    eta: float = 3.0,
+    budget: int = LOGITS_BUDGET,
+) -> DraftLoss:
+    """Weighted loss that differentiates into ``head_BKMH`` and a trained head; loss of every row.
 
     ``teacher_BJH``: last states, J = M + K - 1; the row of depth k and anchor m is taught by row
-    m + k. ``columns`` None: the full vocabulary. Everything in float32 from the logits on.
+    m + k. ``eta``: lk_lambda weighs a depth's KL with ``exp(-eta * mean overlap)`` of its rows.
     """
-    weight_CH, bias_C = lm_head.weight.detach(), getattr(lm_head, "bias", None)
-    if columns is not None:
-        weight_CH = weight_CH[columns.index_C]
-        correction_C = columns.correction_C.to(weight_CH.device)
-        bias_C = correction_C if bias_C is None else bias_C[columns.index_C] + correction_C
-    if torch.is_autocast_enabled(weight_CH.device.type):  # once, not in every product
-        weight_CH = weight_CH.to(torch.get_autocast_dtype(weight_CH.device.type))
-    return _SoftCrossEntropy.apply(head_BKMH, teacher_BJH, weight_CH, bias_C, row_weight_BKM)
+    teacher_CH, student_CH = heads.teacher_CH, heads.student_CH
+    if torch.is_autocast_enabled(teacher_CH.device.type):  # once, not in every product
+        dtype = torch.get_autocast_dtype(teacher_CH.device.type)
+        is_shared = student_CH is teacher_CH
+        teacher_CH = teacher_CH.to(dtype)
+        student_CH = teacher_CH if is_shared else student_CH.to(dtype)
+    rows = max(1, budget // max(1, teacher_CH.shape[0]))
+    job = (teacher_BJH, teacher_CH, heads.teacher_bias_C, weight_BKM, kind, eta, rows)
+    return DraftLoss(*_DraftLoss.apply(head_BKMH, student_CH, heads.student_bias_C, *job))
+
+
+class _DraftLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, head_BKMH, student_CH, student_bias_C, *job):
+        scored = _Scores(head_BKMH, student_CH, student_bias_C, *job)
+        scored.run(ctx.needs_input_grad)
+        ctx.save_for_backward(*scored.grads)
+        ctx.mark_non_differentiable(scored.loss_BKM, scored.overlap_BKM)
+        total = (scored.loss_BKM * scored.weight_BKM).sum()
+        return total, scored.loss_BKM, scored.overlap_BKM
+
+    @staticmethod
+    def backward(ctx, grad_total, *_):
+        grads = [None if g is None else g * grad_total for g in ctx.saved_tensors]
+        return *grads, *(None,) * 7
+
+
+class _Scores:
+    """One forward pass over all chunks, with the gradients that it leaves."""
+
+    def __init__(
+        self, head_BKMH, student_CH, student_bias_C, teacher_BJH, teacher_CH, teacher_bias_C,
+        weight_BKM, kind, eta, rows,
+    ):  # fmt: skip
+        self.head_BKMH, self.teacher_BJH, self.weight_BKM = head_BKMH, teacher_BJH, weight_BKM
+        self.student, self.teacher = (student_CH, student_bias_C), (teacher_CH, teacher_bias_C)
+        self.kind, self.eta, self.rows = kind, eta, rows
+        self.loss_BKM = torch.zeros_like(weight_BKM)
+        self.overlap_BKM = torch.zeros_like(weight_BKM)
+        self.grads: list[torch.Tensor | None] = [None, None, None]
+
+    def run(self, needs_grad: tuple[bool, ...]) -> None:
+        share_K = self._kl_shares() if self.kind == "lk_lambda" else None
+        needed = (self.head_BKMH, *self.student)
+        self.grads = [
+            torch.zeros_like(tensor, dtype=torch.float32) if needs and tensor is not None else None
+            for tensor, needs in zip(needed, needs_grad, strict=False)
+        ]
+        for b, k, part, found, hidden in self._chunks(self.kind, share_K):
+            self.loss_BKM[b, k, part], self.overlap_BKM[b, k, part] = found[0], found[2]
+            slope_MC = found.grad_RV.mul_(self.weight_BKM[b, k, part, None])
+            self._add_gradients(b, k, part, slope_MC, hidden)
+        dtype = self.head_BKMH.dtype
+        self.grads[0] = None if self.grads[0] is None else self.grads[0].to(dtype)
+
+    def _add_gradients(self, b, k, part, slope_MC, hidden_MH) -> None:
+        weight_CH, (grad_head, grad_weight, grad_bias) = self.student[0], self.grads
+        if grad_head is not None:
+            grad_head[b, k, part] = (slope_MC.to(weight_CH.dtype) @ weight_CH).float()
+        if grad_weight is not None:
+            grad_weight.addmm_(slope_MC.T, hidden_MH.float())
+        if grad_bias is not None:
+            grad_bias += slope_MC.sum(0)
+
+    def _chunks(self, kind, share_K):
+        """(run, depth, anchors, divergence, hidden states) of every chunk."""
+        batch, depths, anchors = self.weight_BKM.shape
+        impl = "triton" if self.head_BKMH.is_cuda else "torch"
+        for b in range(batch):
+            for first in range(0, anchors, self.rows):
+                part = slice(first, min(first + self.rows, anchors))
+                last = part.stop + depths - 1
+                logp_JC = _logits(self.teacher_BJH[b, first:last], *self.teacher).log_softmax(-1)
+                for k in range(depths):
+                    hidden_MH = self.head_BKMH[b, k, part]
+                    logits_MC = _logits(hidden_MH, *self.student)
+                    logp_MC = logp_JC[k : k + len(hidden_MH)]
+                    share_M = None
+                    if share_K is not None:
+                        share_M = share_K[k].expand(len(hidden_MH))
+                    found = divergence(logits_MC, logp_MC, kind, share_M, impl=impl)
+                    yield b, k, part, found, hidden_MH
+
+    def _kl_shares(self) -> torch.Tensor:
+        """``exp(-eta * mean overlap)`` of every depth, over the rows that count."""
+        overlap_BKM = torch.zeros_like(self.overlap_BKM)
+        for b, k, part, found, _ in self._chunks("tv", None):
+            overlap_BKM[b, k, part] = found.overlap_R
+        counted_BKM = self.weight_BKM > 0
+        mean_K = (overlap_BKM * counted_BKM).sum((0, 2)) / counted_BKM.sum((0, 2)).clamp_min(1)
+        return torch.exp(-self.eta * mean_K)
+
+
+def _logits(
+    hidden: torch.Tensor, weight_CH: torch.Tensor, bias_C: torch.Tensor | None
+) -> torch.Tensor:
+    logits = (hidden.to(weight_CH.dtype) @ weight_CH.T).float()
+    return logits if bias_C is None else logits.add_(bias_C)

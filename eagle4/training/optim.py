@@ -12,6 +12,8 @@ from collections.abc import Mapping
 
 import torch
 
+from .distributed import full, like
+
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
@@ -47,8 +49,9 @@ class MuonAdamW(torch.optim.Optimizer):
         if not state:
             state["momentum"] = torch.zeros_like(param)
         momentum = state["momentum"].lerp_(grad, 0.05)
-        nesterov = grad.lerp(momentum, 0.95)
-        return orthogonalise(nesterov).mul_(0.2 * max(param.shape) ** 0.5)
+        # a matrix is orthogonalised as a whole, also where FSDP2 has divided it
+        nesterov = full(grad.lerp(momentum, 0.95))
+        return like(orthogonalise(nesterov).mul_(0.2 * max(param.shape) ** 0.5), param)
 
     def _adamw(self, param: torch.Tensor, grad: torch.Tensor, group: dict) -> torch.Tensor:
         state, (beta1, beta2) = self.state[param], group["betas"]

@@ -55,6 +55,7 @@ class RunSampler:
         seed: int,
     ):
         self.num_anchors, self.batch_size, self.seed = num_anchors, batch_size, seed
+        self.sequences = list(sequences)
         self._segments = [
             (index, start, end)
             for index in sequences
@@ -141,3 +142,12 @@ def _one(sequence: FeatureSequence, start: int, num_anchors: int, num_depths: in
         sequence.last[teacher_J.clamp_max(num_slots - 1)],
         valid_KM,
     )
+
+
+def supervised_counts(store: FeatureStore, sequences: Sequence[int]) -> torch.Tensor:
+    """How often every token of the vocabulary is supervised, int64 ``[V]``."""
+    total = torch.zeros(store.manifest["target"]["vocab_size"], dtype=torch.int64)
+    for index in sequences:
+        ids, mask = store.field(index, "ids").long(), store.field(index, "mask")
+        total += torch.bincount(ids[mask], minlength=len(total))
+    return total

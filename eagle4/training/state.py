@@ -13,11 +13,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from .distributed import full, like
 from .runs import Position
 
 FILE = "training_state.safetensors"
 # changing these on resume is harmless: they say when to stop and look, not what a step does
-_FREE = ("steps", "max_minutes", "eval_every", "eval_runs", "eval_depths", "checkpoint_every")
+_FREE = (
+    *("steps", "max_minutes", "eval_every", "eval_runs", "eval_depths", "checkpoint_every"),
+    *("decode_prompts", "decode_tokens", "trackers"),
+)
 
 
 class TrainState(NamedTuple):
@@ -27,7 +31,7 @@ class TrainState(NamedTuple):
     position: Position = Position(0, 0)
     seconds: float = 0.0
     skipped: int = 0
-    best_tau: float = 0.0
+    best: float = 0.0  # accept length of the best checkpoint
 
 
 def _fingerprint(config) -> dict:
@@ -40,19 +44,25 @@ def save_state(
     state: TrainState,
     params: Mapping[str, torch.Tensor],
     ema: Mapping[str, torch.Tensor],
+    extra: Mapping[str, torch.Tensor],
     optimizer: torch.optim.Optimizer,
     config,
+    is_main: bool = True,
 ) -> None:
-    """Write weights, average, optimiser moments and ``state``."""
+    """Write weights, average, other state and optimiser moments, whole whatever was sharded."""
     tensors = {f"param.{n}": p.detach() for n, p in params.items()}
     tensors |= {f"ema.{n}": p for n, p in ema.items()}
+    tensors |= {f"extra.{n}": p for n, p in extra.items()}
     names = {id(p): n for n, p in params.items()}
     for param, moments in optimizer.state.items():
         for key, value in moments.items():
             tensors[f"optim.{key}.{names[id(param)]}"] = torch.as_tensor(value)
+    tensors = {key: full(value).cpu().contiguous() for key, value in tensors.items()}
+    if not is_main:
+        return
     meta = {"state": json.dumps(state._asdict()), "config": json.dumps(_fingerprint(config))}
     scratch = folder / (FILE + ".tmp")
-    save_file({key: value.contiguous() for key, value in tensors.items()}, scratch, metadata=meta)
+    save_file(tensors, scratch, metadata=meta)
     os.replace(scratch, folder / FILE)
 
 
@@ -60,6 +70,7 @@ def load_state(
     folder: Path,
     params: Mapping[str, torch.Tensor],
     ema: Mapping[str, torch.Tensor],
+    extra: Mapping[str, torch.Tensor],
     optimizer: torch.optim.Optimizer,
     config,
 ) -> TrainState | None:
@@ -70,24 +81,38 @@ def load_state(
     path = folder / FILE
     if not path.is_file():
         return None
+    places = {"param": params, "ema": ema, "extra": extra}
     with safe_open(path, framework="pt") as file:
         meta = file.metadata()
         _check(json.loads(meta["config"]), _fingerprint(config), path)
+        _check_names(file.keys(), params, extra, path)
         for key in file.keys():
             kind, _, rest = key.partition(".")
-            moment, _, optim_name = rest.partition(".")
-            name = optim_name if kind == "optim" else rest
-            if name not in params:
-                raise ValueError(f"{path} holds {key}, which this drafter does not have")
             # a copy: the file is memory-mapped and will be replaced
             value = file.get_tensor(key).clone()
             if kind == "optim":
-                optimizer.state[params[name]][moment] = value
+                moment, _, name = rest.partition(".")
+                owner = params[name]
+                is_whole = value.shape == owner.shape
+                value = value.to(owner.device) if value.ndim else value
+                optimizer.state[owner][moment] = like(value, owner) if is_whole else value
             else:
                 with torch.no_grad():
-                    (params if kind == "param" else ema)[name].copy_(value)
+                    places[kind][rest].copy_(like(value, places[kind][rest]))
     fields = json.loads(meta["state"])
     return TrainState(**{**fields, "position": Position(*fields["position"])})
+
+
+def _check_names(found, params, extra, path: Path) -> None:
+    wanted = {f"{kind}.{name}" for name in params for kind in ("param", "ema")}
+    wanted |= {f"extra.{name}" for name in extra}
+    plain = {key for key in found if not key.startswith("optim.")}
+    foreign = [key for key in found if key.startswith("optim.")]
+    unknown = sorted(plain - wanted) + [k for k in foreign if k.split(".", 2)[2] not in params]
+    if unknown or wanted - plain:
+        raise ValueError(
+            f"{path} is of another drafter: it holds {unknown} and lacks {sorted(wanted - plain)}"
+        )
 
 
 def _check(found: dict, wanted: dict, path: Path) -> None:

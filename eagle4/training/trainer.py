@@ -1,8 +1,9 @@
-"""The training loop: AdamW on the unrolled drafter, held-out metrics, atomic checkpoints.
+"""The training loop: the unrolled drafter's loss, an optimiser step, held-out metrics, checkpoints.
 
 A step is a function of (weights, optimiser state, seed, step, data position): column sampling and
-data order use generators seeded by those, so a resumed run continues bit for bit. The embedding and
-the LM head belong to the target and stay frozen.
+data order use generators seeded by those, so a resumed run continues bit for bit on a CPU. A step's
+runs are shared out to processes and micro-batches and weighted by the counts of the whole step, so
+neither changes what is computed. What the target lends stays frozen.
 
 With ``max_minutes`` the schedule follows the clock instead of the step count, whichever is further
 along; such a run resumes, but not bit for bit.
@@ -12,9 +13,9 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,28 @@ from tqdm.auto import tqdm
 
 from ..drafter.model import Eagle4Drafter
 from ..ops import has_fast_bf16
+from .distributed import Workers, full
 from .features import FeatureStore
-from .losses import Columns, depth_weights, row_weights, sample_columns, soft_cross_entropy
-from .metrics import evaluate
+from .heads import Columns, sample_columns
+from .judge import Decode, Judge
+from .losses import depth_weights
 from .optim import build_optimizer
-from .runs import RunSampler, assemble, held_out_runs, split_held_out
+from .routing import Routing
+from .runs import RunSampler, split_held_out, supervised_counts
+from .schedule import lr_scale
 from .settings import TrainConfig
 from .state import TrainState, load_state, save_state
-from .ttt import Runs, unroll
+from .step import Scored, count_valid, micro_batches, run_loss
 
 logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Trains a bound drafter on a feature store; everything it writes is inside ``folder``."""
+    """Trains a bound drafter on a feature store; everything it writes is inside ``folder``.
+
+    ``is_continued``: the weights mean something already, so they are judged before the first step.
+    ``decode``: measures the accept length of a drafter in the engine, see `judge.EngineDecode`.
+    """
 
     def __init__(
         self,
@@ -44,33 +53,34 @@ class Trainer:
         store: FeatureStore,
         folder: str | os.PathLike,
         config: TrainConfig | None = None,
+        is_continued: bool = False,
+        decode: Decode | None = None,
     ):
-        if drafter.config.own_lm_head:
-            raise ValueError(
-                "training scores teacher and student with the target's LM head; a drafter with "
-                "own_lm_head=True (such as a reduced-vocabulary EAGLE-3 one) cannot be trained"
-            )
-        self.drafter, self.store, self.folder = drafter, store, Path(folder)
-        self.config = config or TrainConfig()
+        self.store, self.folder = store, Path(folder)
+        self.config = config = config or TrainConfig()
+        self.is_continued = is_continued
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.params = {n: p for n, p in drafter.named_parameters() if not _is_frozen(n)}
+        self._device = next(drafter.parameters()).device
+        self.workers = Workers(self._device, config.trackers, self.folder)
         for name, param in drafter.named_parameters():
-            param.requires_grad_(name in self.params)
-        self.optimizer = build_optimizer(self.params, self.config)
+            param.requires_grad_(not _is_frozen(name, config.freeze))
+        self.workers.wrap(drafter, config.sharding)
+        self.drafter = drafter
+        self.params = {n: p for n, p in drafter.named_parameters() if p.requires_grad}
+        if not self.params:
+            raise ValueError(f"freeze={list(config.freeze)} leaves nothing to train")
+        self.optimizer = build_optimizer(self.params, config)
         self.ema = {n: p.detach().clone() for n, p in self.params.items()}
-        train, held_out = split_held_out(
-            len(store), self.config.held_out_fraction, self.config.seed
+        train, self.held_out = split_held_out(len(store), config.held_out_fraction, config.seed)
+        self.sampler = RunSampler(store, train, config.num_anchors, config.batch_size, config.seed)
+        count_V = supervised_counts(store, train)
+        self.frequent = count_V.sort(descending=True, stable=True).indices[: config.num_frequent]
+        self._is_bf16 = config.precision == "bfloat16" or (
+            config.precision == "auto" and has_fast_bf16(self._device)
         )
-        self.sampler = RunSampler(
-            store, train, self.config.num_anchors, self.config.batch_size, self.config.seed
-        )
-        self.held_out = held_out
-        self.frequent = frequent_tokens(store, train, self.config.num_frequent)
-        self._device = next(iter(self.params.values())).device
-        self._is_bf16 = self.config.precision == "bfloat16" or (
-            self.config.precision == "auto" and has_fast_bf16(self._device)
-        )
-        self.weight_K = depth_weights(self.config.num_depths, self.config.depth_decay)
+        self.weight_K = depth_weights(config.num_depths, config.depth_decay)
+        self.routing = Routing(drafter, config.balance_rate)
+        self.judge = Judge(self, decode)
         self.state = TrainState()
         self._started = time.monotonic()
 
@@ -83,66 +93,74 @@ class Trainer:
 
     @property
     def progress(self) -> float:
-        """0 at the start, 1 at the end of the run."""
+        """0 at the start, 1 at the end of the run; the same on every process."""
         done = self.state.step / self.config.steps
         if self.config.max_minutes is not None:
-            done = max(done, self.seconds / (60 * self.config.max_minutes))
+            clock = self.seconds / (60 * self.config.max_minutes)
+            done = max(done, self.workers.agree(clock))
         return min(1.0, done)
-
-    def lr_scale(self, progress: float) -> float:
-        """Linear warm-up, then a cosine to ``final_lr_fraction``."""
-        warm, low = self.config.warmup_fraction, self.config.final_lr_fraction
-        if progress < warm:
-            return max(progress, 0.5 / self.config.steps) / warm
-        phase = (progress - warm) / max(1e-9, 1 - warm)
-        return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * phase))
 
     # -- one step --------------------------------------------------------------------------------
 
-    def columns(self, runs: Runs, progress: float) -> Columns | None:
-        """Vocabulary of this step's loss; None is all of it."""
+    def columns(self, batch: list[tuple[int, int]], progress: float) -> Columns | None:
+        """Vocabulary of this step's loss, the same for all its parts; None is all of it."""
         config, vocab = self.config, self.drafter.config.vocab_size
-        if progress >= 1 - config.full_vocab_fraction:
-            return None
-        if config.num_frequent + config.num_sampled >= vocab:
+        is_small = config.num_frequent + config.num_sampled >= vocab
+        is_reduced = self.drafter.config.draft_vocab_size is not None
+        if progress >= 1 - config.full_vocab_fraction or is_small or is_reduced:
             return None
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + self.state.step)
-        fixed = torch.cat([self.frequent, runs.token_BKM.flatten(), runs.token_N])
+        own = [self.store.field(index, "ids").long() for index, _ in batch]
+        fixed = torch.cat([self.frequent, *own])
         return sample_columns(fixed, config.num_sampled, vocab, generator)
-
-    def loss(self, runs: Runs, columns: Columns | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scalar loss and mean loss of every depth."""
-        head_BKMH = unroll(self.drafter, runs)
-        weight_BKM = row_weights(runs.valid_BKM, self.weight_K)
-        total, loss_BKM = soft_cross_entropy(
-            head_BKMH, runs.teacher_BJH, self.drafter.head, weight_BKM, columns
-        )
-        count_K = runs.valid_BKM.sum((0, 2)).clamp_min(1)
-        return total, (loss_BKM * runs.valid_BKM).sum((0, 2)) / count_K
 
     def step(self) -> dict[str, Any]:
         """One optimiser step; returns what to log."""
         config, progress = self.config, self.progress
         batch, following = self.sampler.next(self.state.position)
-        runs = assemble(self.store, batch, config.num_anchors, config.num_depths)
-        scale = self.lr_scale(progress)
+        scale = lr_scale(config, progress)
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak_lr"] * scale
         self.optimizer.zero_grad(set_to_none=True)
-        with self._autocast():
-            total, loss_K = self.loss(runs, self.columns(runs, progress))
-        total.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.params.values(), config.clip_norm)
-        if torch.isfinite(total) and torch.isfinite(norm):
-            with self._autocast():  # Muon's products
+        scored = self._gradients(batch, progress)
+        norm = full(torch.nn.utils.clip_grad_norm_(self.params.values(), config.clip_norm))
+        loss = float(scored.total)
+        if torch.isfinite(scored.total) and torch.isfinite(norm):
+            with self.autocast():  # Muon's products
                 self.optimizer.step()
             self._average()
         else:
             self._skip(batch)
         self.state = self.state._replace(step=self.state.step + 1, position=following)
-        return {"loss": float(total.detach()), "norm": float(norm), "depth_loss": loss_K.tolist()}
+        logged = {"loss": loss, "norm": float(norm), "lr": config.lr * scale}
+        rates = scored.rates()
+        return {**logged, **rates, **self.routing.after_step(self.workers)}
 
-    def _autocast(self):
+    def _gradients(self, batch: list[tuple[int, int]], progress: float) -> Scored:
+        """Forward and backward over this process's share; sums over all processes."""
+        config, workers = self.config, self.workers
+        parts = micro_batches(self.store, batch, workers.rank, workers.world, config, self._device)
+        count_K = workers.total(count_valid(parts))
+        scored = Scored.zeros(config.num_depths, count_K)
+        columns = self.columns(batch, progress)
+        for i, runs in enumerate(parts):
+            compute = partial(
+                run_loss,
+                runs=runs,
+                columns=columns,
+                weight_K=self.weight_K,
+                count_K=count_K,
+                config=config,
+            )
+            with workers.accumulating(i == len(parts) - 1):
+                with self.autocast():
+                    found = workers(compute)
+                (found.total * workers.world).backward()
+            scored = scored.plus(found, runs)
+        return scored.over(workers)
+
+    def autocast(self):
+        """bf16 products where the settings ask for them."""
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self._is_bf16)
 
     @torch.no_grad()
@@ -152,7 +170,7 @@ class Trainer:
         for name, param in self.params.items():
             self.ema[name].lerp_(param, 1 - decay)
 
-    def _skip(self, batch) -> None:
+    def _skip(self, batch: list[tuple[int, int]]) -> None:
         self.state = self.state._replace(skipped=self.state.skipped + 1)
         logger.warning("non-finite loss or gradient in step %d, skipped", self.state.step)
         if self.state.skipped > self.config.max_skipped:
@@ -166,64 +184,61 @@ class Trainer:
     def train(self) -> dict[str, Any]:
         """Run (or resume) to the end; returns the last metrics. Leaves the average in place."""
         self.resume()
-        bar = tqdm(total=self.config.steps, initial=self.state.step, mininterval=10, desc="train")
-        held_out = self._held_out_batches()
+        if self.workers.trackers:
+            self.workers.accelerator.init_trackers("eagle4")
+        bar = tqdm(
+            total=self.config.steps,
+            initial=self.state.step,
+            mininterval=10,
+            desc="train",
+            disable=not self.workers.is_main,
+        )
+        if self.is_continued and self.state.step == 0:
+            self.judge.evaluate()  # what has to be beaten
         while self.progress < 1:
             logged = self.step()
             bar.update()
-            bar.set_postfix(loss=f"{logged['loss']:.3f}", tau=f"{self.state.best_tau:.2f}")
-            self._log({"step": self.state.step, "seconds": round(self.seconds), **logged})
-            if held_out and self.state.step % self.config.eval_every == 0:
-                self.evaluate(held_out)
+            bar.set_postfix(loss=f"{logged['loss']:.3f}", best=f"{self.state.best:.2f}")
+            self.log({"step": self.state.step, "seconds": round(self.seconds), **logged})
+            if self.state.step % self.config.eval_every == 0:
+                self.judge.evaluate()
             if self.state.step % self.config.checkpoint_every == 0:
                 self.save()
         bar.close()
         self.save()
-        metrics = self.evaluate(held_out) if held_out else {}
-        self._swap_average()
-        return metrics
-
-    def _held_out_batches(self) -> list[Runs]:
-        config = self.config
-        runs = held_out_runs(self.store, self.held_out, config.num_anchors)
-        # spread over the store: answers that finished early come first and are short
-        runs = runs[:: max(1, len(runs) // config.eval_runs)][: config.eval_runs]
-        return [
-            assemble(self.store, runs[i : i + 8], config.num_anchors, config.eval_depths)
-            for i in range(0, len(runs), 8)
-        ]
-
-    def evaluate(self, batches: list[Runs]) -> dict[str, Any]:
-        """Held-out metrics of the averaged weights; saves the best by chain accept length."""
-        self._swap_average()
-        with self._autocast():
-            metrics = evaluate(self.drafter, batches)
-        if metrics["tau_chain"] > self.state.best_tau:
-            self.state = self.state._replace(best_tau=metrics["tau_chain"])
-            self.drafter.save_pretrained(self.folder / "best")
-        self._swap_average()
-        self._log({"step": self.state.step, "seconds": round(self.seconds), "held_out": metrics})
+        metrics = self.judge.evaluate()
+        self.swap_average()
         return metrics
 
     @torch.no_grad()
-    def _swap_average(self) -> None:
+    def swap_average(self) -> None:
+        """Exchange the weights and their average."""
         if self.config.ema_decay:
             for name, param in self.params.items():
-                param.data, self.ema[name] = self.ema[name], param.data
+                held = param.detach().clone()
+                param.copy_(self.ema[name])
+                self.ema[name].copy_(held)
 
-    def _log(self, record: dict[str, Any]) -> None:
-        with open(self.folder / "log.jsonl", "a") as file:
-            file.write(json.dumps(record) + "\n")
+    def log(self, record: dict[str, Any]) -> None:
+        """Append to ``log.jsonl`` and tell the trackers."""
+        if self.workers.is_main:
+            with open(self.folder / "log.jsonl", "a") as file:
+                file.write(json.dumps(record) + "\n")
+            numbers = {k: float(v) for k, v in record.items() if isinstance(v, (int, float))}
+            self.workers.log(numbers, self.state.step)
 
     # -- files -----------------------------------------------------------------------------------
 
     def save(self) -> None:
+        """Write a checkpoint; every process takes part, the main one writes."""
         state = self.state._replace(seconds=self.seconds)
-        save_state(self.folder, state, self.params, self.ema, self.optimizer, self.config)
+        tensors = (self.params, self.ema, self.routing.tensors())
+        save_state(self.folder, state, *tensors, self.optimizer, self.config, self.workers.is_main)
 
     def resume(self) -> bool:
         """Continue from the folder's checkpoint, if there is one."""
-        found = load_state(self.folder, self.params, self.ema, self.optimizer, self.config)
+        tensors = (self.params, self.ema, self.routing.tensors())
+        found = load_state(self.folder, *tensors, self.optimizer, self.config)
         self._started = time.monotonic()
         if found is None:
             return False
@@ -231,14 +246,5 @@ class Trainer:
         return True
 
 
-def frequent_tokens(store: FeatureStore, sequences: list[int], count: int) -> torch.Tensor:
-    """The most frequent supervised tokens of some sequences, most frequent first."""
-    total = torch.zeros(store.manifest["target"]["vocab_size"], dtype=torch.int64)
-    for index in sequences:
-        ids, mask = store.field(index, "ids").long(), store.field(index, "mask")
-        total += torch.bincount(ids[mask], minlength=len(total))
-    return total.sort(descending=True, stable=True).indices[:count]
-
-
-def _is_frozen(name: str) -> bool:
-    return name.startswith(("embed_tokens", "lm_head", "efficient_lm_head"))
+def _is_frozen(name: str, freeze: tuple[str, ...]) -> bool:
+    return name.startswith(("embed_tokens", "efficient_lm_head", *freeze))

@@ -17,10 +17,12 @@ section 3.2; the anchored form is TorchSpec's.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from ..drafter.block import DraftBlock
 from ..drafter.model import Eagle4Drafter
@@ -41,33 +43,56 @@ class Runs(NamedTuple):
     valid_BKM: torch.Tensor  # bool, x_{t+2+k} and every prediction before it is supervised
 
 
-def unroll(drafter: Eagle4Drafter, runs: Runs) -> torch.Tensor:
-    """Head inputs ``[B, K, M, H]`` of every anchor at every depth."""
+def unroll(drafter: Eagle4Drafter, runs: Runs, recompute: bool = False) -> torch.Tensor:
+    """Head inputs ``[B, K, M, H]`` of every anchor at every depth.
+
+    ``recompute``: keep no activations inside a depth, compute them again in the backward pass.
+    """
     keep_BP = context_mask(runs.length_B)
     fused_NH = drafter.fuse(runs.feature_NTH)
-    key_BPGD, value_BPGD = _context_keys(drafter, runs.token_N, fused_NH, keep_BP)
+    base = _context_keys(drafter, runs.token_N, fused_NH, keep_BP)
     state_BMH = _padded(fused_NH, keep_BP).gather(
         1, runs.slot_BM[..., None].expand(-1, -1, fused_NH.shape[-1])
     )
-    window = drafter.config.sliding_window
-    heads, keys, values = [], [], []
+    heads, private = [], []
     for k in range(runs.token_BKM.shape[1]):
-        mask_BMP = base_mask(runs.slot_BM, keep_BP, k, window)
-
-        def attend(query, key, value, k=k, mask_BMP=mask_BMP):
-            # depth 0 keys are already among the base keys
-            if k:
-                keys.append(key)
-                values.append(value)
-            first = 0 if window is None else max(0, k - window)
-            return attend_private(
-                query, key_BPGD, value_BPGD, mask_BMP, keys[first:], values[first:]
-            )
-
-        out = drafter(state_BMH, runs.token_BKM[:, k], runs.slot_BM + 1 + k, attend)
-        heads.append(out.head_RH)
-        state_BMH = out.state_RH
+        depth = partial(_depth, drafter, runs, k, base, keep_BP)
+        if recompute and torch.is_grad_enabled():
+            head, state_BMH, *own = checkpoint(depth, state_BMH, *private, use_reentrant=False)
+        else:
+            head, state_BMH, *own = depth(state_BMH, *private)
+        heads.append(head)
+        # depth 0 keys are already among the base keys
+        private += own if k else []
     return torch.stack(heads, dim=1)
+
+
+def _depth(
+    drafter: Eagle4Drafter,
+    runs: Runs,
+    k: int,
+    base: tuple[torch.Tensor, torch.Tensor],
+    keep_BP: torch.Tensor,
+    state_BMH: torch.Tensor,
+    *private: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """One drafter step: head inputs, states, and the anchors' own keys and values.
+
+    ``private``: keys and values of depths 1 to k - 1 in turn. A pure function, so that it can be
+    computed twice.
+    """
+    window = drafter.config.sliding_window
+    mask_BMP = base_mask(runs.slot_BM, keep_BP, k, window)
+    own: list[torch.Tensor] = []
+
+    def attend(query, key, value):
+        own.extend((key, value))
+        keys, values = ([*private[i::2], own[i]] if k else [] for i in (0, 1))
+        first = 0 if window is None else max(0, k - window)
+        return attend_private(query, *base, mask_BMP, keys[first:], values[first:])
+
+    out = drafter(state_BMH, runs.token_BKM[:, k], runs.slot_BM + 1 + k, attend)
+    return out.head_RH, out.state_RH, *own
 
 
 def context_mask(length_B: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ they choose behind a row; the verdict is the longest path of chosen tokens for a
 
 from .coupled import choose_coupled
 from .greedy import verify_greedy
-from .rejection import choose_rejection
+from .rejection import Outside, choose_rejection, choose_rejection_apart
 
-__all__ = ["choose_coupled", "choose_rejection", "verify_greedy"]
+__all__ = ["Outside", "choose_coupled", "choose_rejection", "choose_rejection_apart"]
+__all__ += ["verify_greedy"]

@@ -11,30 +11,26 @@ from transformers import AutoModel, T5Config, T5ForConditionalGeneration
 from eagle4 import Eagle4ForCausalLM
 from eagle4.target import TargetAdapter, check_target
 
-_MOE = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
-_HYBRID = {
-    **_MOE,
-    "shared_expert_intermediate_size": 16,
-    "head_dim": 8,
-    "num_hidden_layers": 4,
-    "linear_num_value_heads": 2,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
 _ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 16.0}
 _LONGROPE = {
     "original_max_position_embeddings": 32,
     "rope_parameters": {**_ROPE, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
 }
+_MAMBA2 = {"num_heads": 8, "head_dim": 8, "num_key_value_heads": None}
+_ZAMBA2 = {"layers_block_type": ["linear_attention", "hybrid", "linear_attention"]}
 REFUSED = {
     "bloom": ({"n_layer": 2, "n_head": 4, "num_hidden_layers": None}, "ALiBi"),
     "mpt": ({"d_model": 32, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2}, "ALiBi"),
     "falcon": ({"alibi": True, "num_key_value_heads": None}, "ALiBi"),
-    "mamba": ({"num_key_value_heads": None}, "recurrent layers"),
-    "jamba": ({"num_experts": 2}, "recurrent layers"),
-    "qwen3_next": (_HYBRID, "recurrent layers"),
-    "lfm2": ({"layer_types": ["conv", "full_attention", "conv"]}, r"layer types \['conv'\]"),
+    "mamba": ({"num_key_value_heads": None}, "recurrent layers that decay every channel"),
+    "jamba": ({"num_experts": 2}, "recurrent layers that decay every channel"),
+    "mamba2": (_MAMBA2, "recurrent layers alone"),
+    "zamba2": (_ZAMBA2, "recurrent layers have no packed form.*'qwen3_next'"),
+    "minimax": (
+        {"num_local_experts": 2, "layer_types": ["linear_attention", "full_attention"] * 2}
+        | {"num_hidden_layers": 4},
+        r"layer types \['linear_attention'\]",
+    ),
     "llama4_text": (
         {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 64},
         "chunked attention",
@@ -44,7 +40,7 @@ REFUSED = {
     "stablelm": ({}, "does not hand keyword arguments"),
     "nemotron": ({}, "does not hand keyword arguments"),
 }
-_NO_SDPA = ("bloom", "mpt", "mamba")
+_NO_SDPA = ("bloom", "mpt", "mamba", "mamba2")
 
 
 def build(model_type: str, settings: dict):

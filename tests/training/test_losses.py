@@ -1,93 +1,107 @@
-"""Can catch: a wrong gradient, a teacher row given to the wrong depth, low-precision cancellation,
-weights that depend on padding, a sampled vocabulary that favours frequent tokens."""
+"""Can catch: a wrong gradient of any loss into states, head or bias, a teacher row given to the
+wrong depth, chunks that change the result, weights that depend on padding or micro-batches."""
 
 import pytest
 import torch
 
-from eagle4.training.losses import (
-    Columns,
-    depth_weights,
-    row_weights,
-    sample_columns,
-    soft_cross_entropy,
-)
+from eagle4.ops.divergence import KINDS
+from eagle4.training.heads import Heads
+from eagle4.training.losses import depth_weights, draft_loss, row_weights
 
 B, K, M, H, V = 2, 3, 5, 16, 50
 
 
-def case(seed=0, bias=False, scale=1.0):
+def case(seed=0, bias=False, scale=1.0, own=False):
+    """Head inputs, teacher states, heads and row weights."""
     generator = torch.Generator().manual_seed(seed)
-    head = torch.nn.Linear(H, V, bias=bias)
-    head_BKMH = torch.randn(B, K, M, H, generator=generator) * scale
-    teacher_BJH = torch.randn(B, M + K - 1, H, generator=generator) * scale
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator) * scale
+
+    teacher_VH = draw(V, H) / 4
+    bias_V = draw(V) if bias else None
+    student_VH = draw(V, H) / 4 if own else teacher_VH
+    heads = Heads(student_VH, bias_V, teacher_VH, bias_V)
     valid_BKM = torch.rand(B, K, M, generator=generator) > 0.3
-    return head, head_BKMH, teacher_BJH, row_weights(valid_BKM, depth_weights(K, 0.8))
+    weight_BKM = row_weights(valid_BKM, depth_weights(K, 0.8))
+    return draw(B, K, M, H), draw(B, M + K - 1, H), heads, weight_BKM
 
 
-def reference(head, head_BKMH, teacher_BJH, weight_BKM, columns=None):
-    """The definition in float64 through autograd."""
-    weight = head.weight.detach().double()
-    bias = torch.zeros(V).double() if head.bias is None else head.bias.detach().double()
-    if columns is not None:
-        weight, bias = weight[columns.index_C], bias[columns.index_C] + columns.correction_C
-    hidden = head_BKMH.double().requires_grad_()
+def reference(head_BKMH, teacher_BJH, heads, weight_BKM, kind, eta=3.0):
+    """The definition in float64 through autograd: (total, slopes of states, head and bias)."""
+    hidden = head_BKMH.detach().double().requires_grad_()
+    student = heads.student_CH.detach().double().requires_grad_()
+    zeros = torch.zeros(len(student), dtype=torch.float64)
+    bias = (zeros if heads.student_bias_C is None else heads.student_bias_C.detach()).double()
+    bias.requires_grad_()
+    teacher_bias = zeros if heads.teacher_bias_C is None else heads.teacher_bias_C.double()
     total = torch.zeros((), dtype=torch.float64)
     for k in range(K):
-        p = (teacher_BJH[:, k : k + M].double() @ weight.T + bias).softmax(-1)
-        logq = (hidden[:, k] @ weight.T + bias).log_softmax(-1)
-        total = total - (weight_BKM[:, k] * (p * logq).sum(-1)).sum()
+        teacher = teacher_BJH[:, k : k + M].double() @ heads.teacher_CH.detach().double().T
+        logp = (teacher + teacher_bias).log_softmax(-1)
+        logq = (hidden[:, k] @ student.T + bias).log_softmax(-1)
+        p, q = logp.exp(), logq.exp()
+        overlap, m = torch.minimum(p, q).sum(-1), (p + q) / 2
+        kl, weight = (p * (logp - logq)).sum(-1), weight_BKM[:, k]
+        rows = weight > 0
+        share = torch.exp(-eta * overlap[rows].mean()).detach()
+        loss = {
+            "forward_kl": kl,
+            "reverse_kl": (q * (logq - logp)).sum(-1),
+            "jsd": 0.5 * (p * (logp - m.log()) + q * (logq - m.log())).sum(-1),
+            "tv": 1 - overlap,
+            "hard_ce": -logq.gather(-1, logp.argmax(-1, keepdim=True))[..., 0],
+            "lk_alpha": -overlap.log(),
+            "lk_lambda": share * kl + (1 - share) * (1 - overlap),
+        }[kind]
+        total = total + (weight * loss).sum()
     total.backward()
-    return total.detach(), hidden.grad
+    return total.detach(), hidden.grad, student.grad, bias.grad
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("scale", [1.0, 20.0])
-@pytest.mark.parametrize("sampled", [False, True])
-def test_value_and_gradient_match_float64(bias, scale, sampled):
-    head, head_BKMH, teacher_BJH, weight_BKM = case(bias=bias, scale=scale)
-    columns = None
-    if sampled:
-        columns = sample_columns(torch.arange(10), 20, V, torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("budget", [1 << 20, 2 * V, 1])
+def test_value_and_gradients_match_float64(kind, budget):
+    head_BKMH, teacher_BJH, heads, weight_BKM = case(bias=True, own=True)
     hidden = head_BKMH.clone().requires_grad_()
-    total, _ = soft_cross_entropy(hidden, teacher_BJH, head, weight_BKM, columns)
-    (2 * total).backward()
-    wanted, grad = reference(head, head_BKMH, teacher_BJH, weight_BKM, columns)
-    torch.testing.assert_close(total.double(), wanted, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(hidden.grad.double(), 2 * grad, rtol=1e-4, atol=1e-6)
-    assert head.weight.grad is None
+    own, bias = heads.student_CH.requires_grad_(), heads.student_bias_C.clone().requires_grad_()
+    scored = heads._replace(student_CH=own, student_bias_C=bias)
+    found = draft_loss(hidden, teacher_BJH, scored, weight_BKM, kind, budget=budget)
+    (2 * found.total).backward()
+    total, *slopes = reference(head_BKMH, teacher_BJH, heads, weight_BKM, kind)
+    torch.testing.assert_close(found.total.double(), total, rtol=1e-5, atol=1e-6)
+    for tensor, slope in zip((hidden, own, bias), slopes, strict=True):
+        torch.testing.assert_close(tensor.grad.double(), 2 * slope, rtol=1e-3, atol=2e-5)
+    assert found.overlap_BKM.min() >= 0 and found.overlap_BKM.max() <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("scale", [1.0, 12.0])
+def test_a_borrowed_head_gets_no_gradient(scale):
+    head_BKMH, teacher_BJH, heads, weight_BKM = case(scale=scale)
+    hidden = head_BKMH.clone().requires_grad_()
+    draft_loss(hidden, teacher_BJH, heads, weight_BKM).total.backward()
+    wanted = reference(head_BKMH, teacher_BJH, heads, weight_BKM, "forward_kl")[1]
+    torch.testing.assert_close(hidden.grad.double(), wanted, rtol=1e-3, atol=1e-5)
+    assert heads.teacher_CH.grad is None
 
 
 def test_depth_weights_sum_to_one_and_decay():
     weight_K = depth_weights(5, 0.8)
     assert weight_K.sum() == pytest.approx(1.0)
     assert torch.allclose(weight_K[1:] / weight_K[:-1], torch.tensor(0.8))
+    assert depth_weights(3, (2.0, 1.0, 1.0)).tolist() == [0.5, 0.25, 0.25]
+    for wrong in ((1.0, 1.0), (0.0, 0.0, 0.0), (1.0, -1.0, 1.0)):
+        with pytest.raises(ValueError, match="3 depths"):
+            depth_weights(3, wrong)
 
 
 def test_loss_is_a_mean_over_valid_slots():
     valid_BKM = torch.zeros(2, 2, 3, dtype=torch.bool)
     valid_BKM[0, 0, :2] = valid_BKM[1, 1, 0] = True
-    weight_BKM = row_weights(valid_BKM, torch.tensor([0.75, 0.25]))
+    weight_K = torch.tensor([0.75, 0.25])
+    weight_BKM = row_weights(valid_BKM, weight_K)
     assert weight_BKM[0, 0].tolist() == [0.375, 0.375, 0.0]
     assert weight_BKM[1, 1].tolist() == [0.25, 0.0, 0.0]
     assert float(weight_BKM.sum()) == 1.0
-
-
-def test_sampled_columns_estimate_the_normaliser():
-    generator = torch.Generator().manual_seed(0)
-    logits_V = torch.randn(V, generator=generator)
-    estimates = []
-    for _ in range(2000):
-        columns = sample_columns(torch.tensor([3, 3, 7]), 10, V, generator)
-        assert len(columns.index_C.unique()) == len(columns.index_C) == 12
-        assert columns.correction_C[:2].eq(0).all()
-        estimates.append((logits_V[columns.index_C] + columns.correction_C).exp().sum())
-    assert torch.stack(estimates).mean() == pytest.approx(float(logits_V.exp().sum()), rel=0.01)
-
-
-def test_all_columns_are_the_full_loss():
-    head, head_BKMH, teacher_BJH, weight_BKM = case()
-    every = Columns(torch.randperm(V), torch.zeros(V))
-    full = soft_cross_entropy(head_BKMH, teacher_BJH, head, weight_BKM)
-    some = soft_cross_entropy(head_BKMH, teacher_BJH, head, weight_BKM, every)
-    torch.testing.assert_close(full[0], some[0])
-    torch.testing.assert_close(full[1], some[1])
+    halves = [row_weights(half, weight_K, valid_BKM.sum((0, 2))) for half in valid_BKM[:, None]]
+    assert torch.equal(torch.cat(halves), weight_BKM)

@@ -10,9 +10,11 @@ from eagle4.config import Eagle4Config
 from eagle4.drafter.model import Eagle4Drafter
 from eagle4.drafter.pairing import tokenizer_fingerprint
 from eagle4.training import FeatureWriter, TrainConfig, train_drafter
-from eagle4.training.data import Prompt, regenerate, training_sequences
+from eagle4.training.answers import regenerate
 from eagle4.training.extract import build_store
 from eagle4.training.features import target_identity
+from eagle4.training.prompts import Prompt
+from eagle4.training.sequences import training_sequences
 from eagle4.training.settings import CandidateConfig
 
 

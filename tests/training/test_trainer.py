@@ -28,6 +28,7 @@ QUICK = TrainConfig(
     eval_depths=4,
     checkpoint_every=2,
     lr=5e-3,
+    precision="float32",
 )
 
 
@@ -46,13 +47,12 @@ def test_overfits_one_sequence(tmp_path, target, optimizer):
     """A text that it was trained on is drafted right at every depth (trap J1)."""
     store = tiny_store(tmp_path / "store", target, num_sequences=1, length=48)
     config = dataclasses.replace(
-        QUICK, steps=120, optimizer=optimizer, held_out_fraction=0.0, num_anchors=16, lr=1e-2
+        QUICK, steps=120, optimizer=optimizer, num_anchors=16, lr=1e-2, eval_every=1000
     )
     trainer = Trainer(tiny_drafter(target), store, tmp_path / "run", config)
     before = target.lm_head.weight.clone()
-    trainer.train()
     trainer.held_out = [0]
-    metrics = trainer.evaluate(trainer._held_out_batches())
+    metrics = trainer.train()
     assert sum(metrics["top1"][:3]) / 3 > 0.95, metrics
     assert torch.equal(before, target.lm_head.weight)
 
@@ -178,13 +178,58 @@ def test_tally_counts_chains_by_hand():
     assert metrics["tau_chain"] == pytest.approx(2.0)
 
 
-def test_an_own_head_is_refused(tmp_path, target, store):
-    with pytest.raises(ValueError, match="own_lm_head"):
-        Trainer(tiny_drafter(target, own_lm_head=True), store, tmp_path, QUICK)
+@pytest.mark.parametrize("reduced", [False, True])
+def test_an_own_head_is_trained(tmp_path, target, store, reduced):
+    overrides = {"own_lm_head": True, "eh_proj": False, "norm_output": False, "fc_norm": False}
+    drafter = tiny_drafter(target, **overrides, draft_vocab_size=24 if reduced else None)
+    if reduced:
+        drafter.t2d[:24] = True
+    before = drafter.lm_head.weight.clone()
+    trainer = Trainer(drafter, store, tmp_path, dataclasses.replace(QUICK, steps=25))
+    losses = [trainer.step()["loss"] for _ in range(25)]
+    assert sum(losses[-5:]) < sum(losses[:5]) and not torch.equal(before, drafter.lm_head.weight)
+    metrics = trainer.judge.evaluate()
+    assert 0 <= metrics["top1"][0] <= 1 and metrics["kl"][0] > 0
+
+
+def test_frozen_parameters_stay(tmp_path, target, store):
+    drafter = tiny_drafter(target)
+    before = {name: param.clone() for name, param in drafter.named_parameters()}
+    config = dataclasses.replace(QUICK, freeze=("fc", "layers.0.mlp"))
+    trainer = Trainer(drafter, store, tmp_path, config)
+    trainer.step()
+    for name, param in drafter.named_parameters():
+        is_frozen = name.startswith(("fc.", "fc_norm", "layers.0.mlp"))
+        assert torch.equal(before[name], param) == is_frozen, name
+    with pytest.raises(ValueError, match="nothing to train"):
+        Trainer(drafter, store, tmp_path, dataclasses.replace(QUICK, freeze=("",)))
+
+
+@pytest.mark.parametrize("change", [{"accumulation": 2}, {"accumulation": 5}, {"recompute": True}])
+def test_how_a_step_is_cut_does_not_change_it(tmp_path, target, store, change):
+    """Five parts of four runs: one part is empty and only takes part."""
+    config = dataclasses.replace(QUICK, batch_size=4)
+    found = []
+    for i, settings in enumerate(({}, change)):
+        drafter = tiny_drafter(target)
+        trainer = Trainer(
+            drafter, store, tmp_path / str(i), dataclasses.replace(config, **settings)
+        )
+        logged = [trainer.step() for _ in range(3)]
+        found.append((logged, [param.clone() for param in drafter.parameters()]))
+    for a, b in zip(found[0][0], found[1][0], strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert a["overlap"] == pytest.approx(b["overlap"], rel=1e-5)
+    for a, b in zip(found[0][1], found[1][1], strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-4)
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"steps": 0}, {"ema_decay": 2.0}, {"optimizer": "sgd"}, {"precision": "fp8"}]
+    "wrong",
+    [
+        *({"steps": 0}, {"accumulation": 0}, {"ema_decay": 2.0}, {"optimizer": "sgd"}),
+        *({"precision": "fp8"}, {"loss": "l2"}, {"schedule": "step"}, {"sharding": "zero"}),
+    ],
 )
 def test_bad_settings_are_named(wrong):
     (name,) = wrong

@@ -5,9 +5,13 @@ beyond the end, context padding that leaks."""
 import pytest
 import torch
 
+from eagle4 import Eagle4ForCausalLM
+from eagle4.training.extract import tapped
+from eagle4.training.features import FeatureSequence
 from eagle4.training.runs import assemble
 from eagle4.training.ttt import unroll
-from tests.training.small import tiny_drafter, tiny_store, tiny_target
+from eagle4.types import Candidates
+from tests.training.small import TAPS, tiny_drafter, tiny_store, tiny_target
 
 NUM_ANCHORS, NUM_DEPTHS = 7, 5
 
@@ -81,6 +85,52 @@ def test_unrolled_equals_served(target, store, form, window):
                     torch.testing.assert_close(found[b, :depths, m], wanted, rtol=1e-4, atol=1e-5)
                     checked += 1
     assert checked >= NUM_ANCHORS
+
+
+@pytest.mark.parametrize("window", [None, 3, 9])
+@pytest.mark.parametrize("form", ["eagle4", "eagle3"])
+def test_unrolled_equals_the_engine(target, form, window):
+    """The engine's drafter, which reads and writes the paged pool, on rounds that all succeed."""
+    drafter = tiny_drafter(target, sliding_window=window, **FORMS[form])
+    prompt, new = [5, 9, 11, 30, 2, 7], 3 * (NUM_DEPTHS + 1) + 1
+    text = target.generate(torch.tensor([prompt]), max_new_tokens=new + 8, do_sample=False)[0]
+    pair = Eagle4ForCausalLM(target, drafter)
+    heads: list[torch.Tensor] = []
+
+    def oracle(head_RH, top_k):
+        """Proposes what the target will say, so that every chain is the text itself."""
+        rounds, depth = divmod(len(heads), NUM_DEPTHS)
+        heads.append(head_RH[0])
+        position = len(prompt) + rounds * (NUM_DEPTHS + 1) + depth + 1
+        return Candidates(text[None, position : position + 1], torch.zeros(1, 1))
+
+    drafter.propose = oracle
+    shape = {"mode": "chain", "max_depth": NUM_DEPTHS, "max_nodes": NUM_DEPTHS, "harness": False}
+    pair.generate(torch.tensor([prompt]), speculative=shape, max_new_tokens=new, do_sample=False)
+    assert pair.last_speculation.accept_length == NUM_DEPTHS + 1 and len(heads) == 3 * NUM_DEPTHS
+    with torch.no_grad(), tapped(target, TAPS) as taps:
+        last = target.model(text[None, :-1]).last_hidden_state[0]
+        features = torch.stack([tap[0] for tap in taps], dim=1)
+    sequence = FeatureSequence(text.int(), features, last, torch.ones(len(text)).bool())
+    for i in range(3):
+        slot = len(prompt) - 1 + i * (NUM_DEPTHS + 1)
+        with torch.no_grad():
+            found = unroll(drafter, assemble([sequence], [(0, slot)], 1, NUM_DEPTHS))[0, :, 0]
+        wanted = torch.stack(heads[i * NUM_DEPTHS : (i + 1) * NUM_DEPTHS])
+        logits = target.lm_head(found), target.lm_head(wanted)
+        torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+def test_recomputed_activations_give_the_same_gradients(target, store):
+    drafter = tiny_drafter(target, sliding_window=3)
+    runs = assemble(store, [(0, 8), (1, 20)], NUM_ANCHORS, NUM_DEPTHS)
+    slopes = []
+    for recompute in (False, True):
+        drafter.zero_grad()
+        unroll(drafter, runs, recompute).square().sum().backward()
+        slopes.append([param.grad.clone() for param in drafter.parameters()])
+    for a, b in zip(*slopes, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_supervision_stays_inside_the_text(tmp_path):

@@ -1,0 +1,230 @@
+"""Many prompts through few rows: plain decoding with continuous batching.
+
+A finished row is given the next prompt at once, so the batch stays full however different the
+lengths of the answers are. Every row owns ``capacity`` consecutive slots: attention reads all rows
+as one view, and nothing per row happens in Python between two tokens except where a row ends.
+
+What a job is answered depends on the job alone (its tokens, settings and seed), never on its
+neighbours: greedy jobs get plain greedy decoding's tokens, sampled ones those of plain coupled
+sampling with the same seed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as hf
+
+from ..cache import AttentionStep, KVPool
+from ..noise import Purpose, gumbel, position_key, stream_key
+from ..sampling import draft_law
+from ..target import TargetAdapter
+from ..types import Candidates
+
+PREFILL_ROWS = 512  # prompt tokens of one prefill forward, at least one prompt
+
+
+class Sampling(NamedTuple):
+    """How tokens are drawn; ``temperature`` 0 is greedy, ``top_k`` 0 the whole vocabulary."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+class Job(NamedTuple):
+    """A prompt to be answered with at most ``max_new_tokens`` tokens."""
+
+    id: str
+    ids: list[int]
+    max_new_tokens: int
+    sampling: Sampling = Sampling()
+    seed: int = 0
+
+
+@dataclass
+class _Row:
+    job: Job
+    kv_length: int = 0
+    answer: list[int] = field(default_factory=list)
+
+    @property
+    def key(self) -> int:
+        """Of the noise at the next token's position."""
+        position = len(self.job.ids) + len(self.answer)
+        return position_key(stream_key(self.job.seed, 0), Purpose.TOKEN, position)
+
+
+@torch.no_grad()
+def answer_all(
+    target: TargetAdapter,
+    jobs: Iterable[Job],
+    *,
+    ends: Sequence[int] = (),
+    num_rows: int = 96,
+    capacity: int = 1280,
+) -> Iterator[tuple[Job, list[int]]]:
+    """Answers in the order in which they finish; each ends with an id of ``ends`` or at its limit.
+
+    ``capacity``: tokens of the longest prompt plus answer. Jobs are taken one at a time, when a row
+    is free. Raises `ValueError` for an empty prompt or a job that does not fit.
+    """
+    batch = _Batch(target, num_rows, capacity, frozenset(ends))
+    waiting = iter(jobs)
+    with target.attached(with_taps=False):
+        while True:
+            yield from batch.fill(waiting)
+            if not batch.rows:
+                return
+            yield from batch.step()
+
+
+class _Batch:
+    """The rows that are being answered, by their place in the pool."""
+
+    def __init__(self, target: TargetAdapter, num_rows: int, capacity: int, ends: frozenset[int]):
+        if num_rows < 1 or capacity < 2:
+            raise ValueError(f"need num_rows >= 1, capacity >= 2; got {num_rows} and {capacity}")
+        self.target, self.capacity, self.ends = target, capacity, ends
+        self.rows: dict[int, _Row] = {}
+        self.free = deque(range(num_rows))
+        self.num_rows = num_rows
+        self.pool = KVPool()
+        self.pool.resize(num_rows * capacity)
+
+    def fill(self, waiting: Iterator[Job]) -> Iterator[tuple[Job, list[int]]]:
+        """Give free rows their prompts, together up to `PREFILL_ROWS` tokens per forward."""
+        exhausted = False
+        while self.free and not exhausted:
+            placed: dict[int, _Row] = {}
+            while self.free and sum(len(r.job.ids) for r in placed.values()) < PREFILL_ROWS:
+                job = next(waiting, None)
+                if job is None:
+                    exhausted = True
+                    break
+                self._check(job)
+                placed[self.free.popleft()] = _Row(job)
+            if placed:
+                yield from self._prefill(placed)
+
+    def _check(self, job: Job) -> None:
+        room = self.capacity - len(job.ids)
+        if not job.ids or job.max_new_tokens < 1 or job.max_new_tokens > room:
+            raise ValueError(
+                f"prompt {job.id} has {len(job.ids)} tokens and asks for {job.max_new_tokens} new "
+                f"ones; a prompt needs at least one, and both must fit into {self.capacity}"
+            )
+
+    def _prefill(self, placed: dict[int, _Row]) -> Iterator[tuple[Job, list[int]]]:
+        lengths = [len(row.job.ids) for row in placed.values()]
+        device = self.target.device
+        token_R = torch.tensor([t for row in placed.values() for t in row.job.ids], device=device)
+        step = _prompt_step(list(placed), lengths, self.capacity, device)
+        keep = torch.tensor(lengths, device=device).cumsum(0) - 1
+        out = self.target.forward(token_R, step, self.pool, keep)
+        for row, length in zip(placed.values(), lengths, strict=True):
+            row.kv_length = length
+        self.rows |= placed
+        yield from self._append(placed, out.logits_RV)
+
+    def step(self) -> Iterator[tuple[Job, list[int]]]:
+        """One token more for every row."""
+        if not self.rows:
+            return
+        places, device = sorted(self.rows), self.target.device
+        rows = {place: self.rows[place] for place in places}
+        token_R = torch.tensor([row.answer[-1] for row in rows.values()], device=device)
+        kv_length_B = torch.tensor([row.kv_length for row in rows.values()], device=device)
+        step = _token_step(places, kv_length_B, self.num_rows, self.capacity)
+        out = self.target.forward(token_R, step, self.pool)
+        for row in rows.values():
+            row.kv_length += 1
+        yield from self._append(rows, out.logits_RV)
+
+    def _append(
+        self, rows: dict[int, _Row], logits_RV: torch.Tensor
+    ) -> Iterator[tuple[Job, list[int]]]:
+        for place, token in zip(rows, draw(list(rows.values()), logits_RV), strict=True):
+            row = rows[place]
+            row.answer.append(token)
+            if token in self.ends or len(row.answer) == row.job.max_new_tokens:
+                del self.rows[place]
+                self.free.append(place)
+                yield row.job, row.answer
+
+
+def draw(rows: Sequence[_Row], logits_RV: torch.Tensor) -> list[int]:
+    """The next token of every row; rows with equal settings are drawn together."""
+    token_R = logits_RV.argmax(dim=-1)
+    for sampling in {row.job.sampling for row in rows if row.job.sampling.temperature}:
+        index = [i for i, row in enumerate(rows) if row.job.sampling == sampling]
+        score_RV = logits_RV[index].float()
+        score_RC, vocab_size = score_RV, score_RV.shape[-1]
+        if 0 < sampling.top_k < vocab_size:
+            score_RC, token_RC = score_RV.topk(sampling.top_k, dim=-1)
+        else:
+            token_RC = torch.arange(vocab_size, device=score_RV.device).expand(score_RV.shape)
+        logp_RC = draft_law(_warpers(sampling), Candidates(token_RC, score_RC)).logp_RK
+        key_R1 = torch.tensor([[rows[i].key] for i in index], device=logits_RV.device)
+        best_R1 = (logp_RC + gumbel(key_R1, token_RC)).argmax(dim=-1, keepdim=True)
+        token_R[index] = token_RC.gather(1, best_R1)[:, 0]
+    return token_R.tolist()
+
+
+def _warpers(sampling: Sampling) -> LogitsProcessorList:
+    warpers = LogitsProcessorList([hf.TemperatureLogitsWarper(float(sampling.temperature))])
+    if sampling.top_p < 1.0:
+        warpers.append(hf.TopPLogitsWarper(sampling.top_p))
+    return warpers
+
+
+def _token_step(
+    places: list[int], kv_length_B: torch.Tensor, num_rows: int, capacity: int
+) -> AttentionStep:
+    """One new row per place; a view of the pool while every place is taken, else a gather."""
+    device, batch = kv_length_B.device, len(places)
+    longest = int(kv_length_B.max()) + 1
+    first_B1 = torch.tensor(places, device=device)[:, None] * capacity
+    index_L = torch.arange(longest, device=device)
+    is_full = batch == num_rows
+    return AttentionStep(
+        slot_R=first_B1[:, 0] + kv_length_B,
+        position_R=kv_length_B,
+        pad_BM=torch.arange(batch, device=device)[:, None],
+        unpad_R=torch.arange(batch, device=device),
+        visible_BML=(index_L <= kv_length_B[:, None])[:, None],
+        query_position_BM=kv_length_B[:, None],
+        key_position_BL=index_L.expand(batch, -1),
+        run=(0, capacity) if is_full else None,
+        slot_BL=None if is_full else first_B1 + index_L,
+    )
+
+
+def _prompt_step(
+    places: list[int], lengths: list[int], capacity: int, device: torch.device
+) -> AttentionStep:
+    """All tokens of new prompts, which nothing precedes."""
+    batch, most = len(places), max(lengths)
+    index_M = torch.arange(most, device=device)
+    length_B1 = torch.tensor(lengths, device=device)[:, None]
+    is_real_BM = index_M < length_B1
+    slot_BM = torch.tensor(places, device=device)[:, None] * capacity + index_M
+    position_BM = index_M.expand(batch, -1)
+    start_B1 = length_B1.cumsum(0) - length_B1
+    return AttentionStep(
+        slot_R=slot_BM[is_real_BM],
+        position_R=position_BM[is_real_BM],
+        # padding repeats a prompt's last row
+        pad_BM=start_B1 + torch.minimum(index_M, length_B1 - 1),
+        unpad_R=is_real_BM.flatten().nonzero()[:, 0],
+        visible_BML=(index_M <= index_M[:, None]).expand(batch, -1, -1),
+        query_position_BM=position_BM,
+        key_position_BL=position_BM,
+        run=None,
+        slot_BL=slot_BM,
+    )

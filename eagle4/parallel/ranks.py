@@ -1,0 +1,115 @@
+"""`Ranks`: the processes that share one model, and the few collectives that they exchange.
+
+Functional collectives (`torch.ops._c10d_functional`): gloo on CPUs, NCCL on CUDA, traceable by
+`torch.compile`, which may lower small sums to one-shot symmetric-memory kernels. Every call says
+what it is for, and the bytes that this rank contributes are counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives  # noqa: F401  (registers the operators)
+
+
+class RankError(RuntimeError):
+    """Another rank died, fell silent or left; this one cannot go on."""
+
+
+class Ranks:
+    """One tensor-parallel group, seen from one of its members.
+
+    ``rank`` of ``size``; ``device`` is where this rank's share lives. ``sent_bytes`` counts what
+    the rank contributed to collectives, by purpose: ``layers`` (sums inside the models), ``draft``,
+    ``verify``, ``rows`` (whole rows of logits) and ``agree``. What compiled graphs exchange is not
+    counted.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device | str = "cpu"):
+        self.group: dist.ProcessGroup | None = group
+        self._name = group.group_name
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.device = torch.device(device)
+        self.sent_bytes: Counter[str] = Counter()
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    # -- tensors ---------------------------------------------------------------------------------
+
+    def all_reduce(self, part: torch.Tensor, purpose: str, op: str = "sum") -> torch.Tensor:
+        """The sum (or ``"max"``) over all ranks of tensors of one shape."""
+        functional, name = torch.ops._c10d_functional, self._name
+        return self._run(part, purpose, lambda x: functional.all_reduce(x, op, name))
+
+    def all_gather(self, part: torch.Tensor, purpose: str) -> torch.Tensor:
+        """``[size, ...]``: every rank's tensor, in rank order. All have one shape."""
+        functional, name = torch.ops._c10d_functional, self._name
+        found = self._run(
+            part, purpose, lambda x: functional.all_gather_into_tensor(x, self.size, name)
+        )
+        return found.view(self.size, *part.shape)
+
+    def broadcast(self, value: torch.Tensor, purpose: str = "agree") -> torch.Tensor:
+        """Rank 0's tensor; the other ranks give one of the same shape and dtype."""
+        functional, name = torch.ops._c10d_functional, self._name
+        return self._run(value, purpose, lambda x: functional.broadcast(x, 0, name))
+
+    def _run(
+        self,
+        part: torch.Tensor,
+        purpose: str,
+        collective: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        wait, part = torch.ops._c10d_functional.wait_tensor, part.contiguous()
+        if torch.compiler.is_compiling():
+            return wait(collective(part))
+        self.sent_bytes[purpose] += part.numel() * part.element_size()
+        return self._guarded(lambda: wait(collective(part)))
+
+    # -- small host values -----------------------------------------------------------------------
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's picklable value, in rank order. For the beginning of things, not rounds."""
+        found: list[Any] = [None] * self.size
+        self._guarded(lambda: dist.all_gather_object(found, value, group=self.group))
+        return found
+
+    def largest(self, values: list[int]) -> list[int]:
+        """The element-wise maximum of equally long lists."""
+        part = torch.tensor(values, dtype=torch.int64, device=self.device)
+        return self.all_reduce(part, "agree", "max").tolist()
+
+    def first(self, values: list[int]) -> list[int]:
+        """Rank 0's integers; the other ranks give as many."""
+        part = torch.tensor(values, dtype=torch.int64, device=self.device)
+        return self.broadcast(part).tolist()
+
+    # -- failure ---------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Close this rank's connections, so that the others stop waiting for it at once.
+
+        Called where an error escapes from the middle of a generation: the ranks are no longer at
+        the same point, so nothing that the group exchanged afterwards could be trusted.
+        """
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
+            self.group = None  # the connections close with the last reference
+
+    def _guarded(self, run: Callable[[], Any]) -> Any:
+        if self.group is None:
+            raise RankError(f"rank {self.rank} of {self.size} left its group after an error")
+        try:
+            return run()
+        except RuntimeError as error:  # what gloo and NCCL raise
+            cause = " ".join(str(error).split())
+            raise RankError(
+                f"rank {self.rank} of {self.size} lost the other ranks: one of them died or did "
+                f"not answer in time, so this one stops too ({cause})"
+            ) from error
