@@ -75,6 +75,6 @@ class Plan(NamedTuple):
 class Verdict(NamedTuple):
     """Which nodes the target agreed with, and the token that it adds itself."""
 
-    path_BS: torch.Tensor  # int64 accepted node indices from depth 1 down, -1 beyond the end
+    path_BS: torch.Tensor  # int64 accepted node indices from depth 1 down, -1 beyond the end; S = N
     length_B: torch.Tensor  # int64 accepted nodes
     bonus_B: torch.Tensor  # int64 the target's own next token after the path

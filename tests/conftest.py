@@ -50,12 +50,22 @@ def demo_drafter_path():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Slow tests run when they are asked for (``-m slow``, or by their id); GPU tests need GPUs."""
+    """Slow tests run when they are asked for (``-m slow``, or by their id); GPU tests need GPUs.
+
+    Kernels run on a GPU or in the interpreter; otherwise `tests/ops/test_interpreted.py` runs them.
+    """
     count = torch.cuda.device_count()
+    can_run_kernels = count > 0 or os.environ.get("TRITON_INTERPRET") == "1"
     is_asked = bool(config.option.markexpr) or any("::" in arg for arg in config.args)
+    if not can_run_kernels and not is_asked:
+        elsewhere = [item for item in items if item.get_closest_marker("kernels")]
+        config.hook.pytest_deselected(items=elsewhere)
+        items[:] = [item for item in items if not item.get_closest_marker("kernels")]
     for item in items:
         if item.get_closest_marker("slow") and not is_asked:
             item.add_marker(pytest.mark.skip(reason="slow; run it with -m slow"))
+        if item.get_closest_marker("kernels") and not can_run_kernels:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU or TRITON_INTERPRET=1"))
         if item.get_closest_marker("multi_gpu") and count < 2:
             item.add_marker(pytest.mark.skip(reason=f"needs 2 GPUs, found {count}"))
         elif item.get_closest_marker("cuda") and count < 1:

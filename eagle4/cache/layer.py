@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..ops import fold_visible, tree_attention
+from ..ops import PagedView, fold_visible, paged_attention, tree_attention
 
 
 class LayerStep(NamedTuple):
@@ -30,6 +30,8 @@ class LayerStep(NamedTuple):
     start: int = 0
     stride: int = 0
     mask: torch.Tensor | None = None
+    view: PagedView | None = None  # keys stay in their pages; nothing about single keys is set
+    page_size: int = 0
 
 
 def attend_layer(
@@ -44,22 +46,29 @@ def attend_layer(
     """Store the rows' K/V in their slots, then attend: ``[R, Hq, D]`` -> ``[R, Hq, Dv]``.
 
     ``sliding_window`` is asked when the step carries no mask; ``options`` go to
-    `ops.tree_attention`.
+    `ops.tree_attention` or `ops.paged_attention`.
     """
     step.keys_SHD.index_copy_(0, step.slot_R, key_RHD)
     step.values_SHD.index_copy_(0, step.slot_R, value_RHD)
-    mask = step.mask
-    if mask is None:
-        positions = step.query_position_BM, step.key_position_BL
-        seen = windowed(step.visible_BML, *positions, sliding_window)
-        groups = query_RHD.shape[1] // key_RHD.shape[1]
-        mask = fold_visible(seen, groups, query_RHD.dtype)
     query_BMHD = query_RHD.unsqueeze(0) if step.pad_BM is None else query_RHD[step.pad_BM]
-    keys, values = read(step, step.keys_SHD), read(step, step.values_SHD)
-    out_BMHD = tree_attention(query_BMHD, keys, values, mask, **options)
+    if step.view is not None:
+        pools, where = (step.keys_SHD, step.values_SHD), (step.view, step.page_size)
+        options["sliding_window"] = sliding_window
+        out_BMHD = paged_attention(query_BMHD, *pools, *where, **options)
+    else:
+        mask = _mask(step, query_RHD, sliding_window) if step.mask is None else step.mask
+        keys, values = read(step, step.keys_SHD), read(step, step.values_SHD)
+        out_BMHD = tree_attention(query_BMHD, keys, values, mask, **options)
     if step.unpad_R is None:
         return out_BMHD.squeeze(0)
     return out_BMHD.flatten(0, 1)[step.unpad_R]
+
+
+def _mask(step: LayerStep, query_RHD: torch.Tensor, sliding_window: int | None) -> torch.Tensor:
+    positions = step.query_position_BM, step.key_position_BL
+    seen = windowed(step.visible_BML, *positions, sliding_window)
+    groups = query_RHD.shape[1] // step.keys_SHD.shape[1]
+    return fold_visible(seen, groups, query_RHD.dtype)
 
 
 def read(step: LayerStep, pool_SHD: torch.Tensor) -> torch.Tensor:

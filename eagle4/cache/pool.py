@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..ops import has_kernels, move_rows, row_addresses
+
 if TYPE_CHECKING:
     from .recurrent import RecurrentPool
 
@@ -20,6 +22,7 @@ class KVPool:
     def __init__(self) -> None:
         self.num_slots = 0
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._addresses: torch.Tensor | None = None  # of all layers, for `move`
         self.recurrent: RecurrentPool | None = None
 
     def resize(self, num_slots: int) -> None:
@@ -29,6 +32,7 @@ class KVPool:
         for layer, pair in self.layers.items():
             self.layers[layer] = tuple(_grown(tensor, num_slots) for tensor in pair)  # type: ignore[assignment]
         self.num_slots = num_slots
+        self._addresses = None
 
     def pair(
         self, layer: int, key_RHD: torch.Tensor, value_RHD: torch.Tensor
@@ -38,6 +42,7 @@ class KVPool:
         if pair is None:
             pair = (self._empty(key_RHD), self._empty(value_RHD))
             self.layers[layer] = pair
+            self._addresses = None
         return pair
 
     def store(
@@ -56,9 +61,10 @@ class KVPool:
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy slots in every layer; overlapping ranges are safe (all reads come first)."""
-        for key, value in self.layers.values():
-            key[target] = key[source]
-            value[target] = value[source]
+        pools = [tensor for pair in self.layers.values() for tensor in pair]
+        if self._addresses is None and pools and has_kernels(pools[0].device):
+            self._addresses = row_addresses(pools)
+        move_rows(pools, source, target, self._addresses)
 
     @property
     def num_bytes(self) -> int:

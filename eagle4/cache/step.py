@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..ops import fold_visible
+from ..ops import PagedView, fold_visible, has_kernels
 from .layer import LayerStep, attend_layer, windowed
 from .lineage import Lineage
+from .paged import paged_view
 from .pages import PageTable
 from .pool import KVPool
 
@@ -33,7 +34,8 @@ class AttentionStep:
 
     ``slot_R`` where rows are written; ``position_R`` their positions; ``read`` gives a pool tensor
     as ``[B, L, heads, width]``; `visible` the visibility ``[B, M, L]``, where M pads every sequence
-    to the same number of rows. ``lineage`` is for recurrent layers.
+    to the same number of rows. With a ``view`` keys are read in their pages and L is 0; ``lineage``
+    is for recurrent layers.
     """
 
     def __init__(
@@ -48,6 +50,8 @@ class AttentionStep:
         run: tuple[int, int] | None,
         slot_BL: torch.Tensor | None,
         lineage: Lineage | None = None,
+        view: PagedView | None = None,
+        page_size: int = 0,
     ):
         self.slot_R = slot_R
         self.position_R = position_R
@@ -59,6 +63,8 @@ class AttentionStep:
         self.run = run
         self.slot_BL = slot_BL
         self.lineage = lineage
+        self.view = view
+        self.page_size = page_size
         self._folded: dict[tuple, torch.Tensor] = {}
 
     @property
@@ -83,7 +89,7 @@ class AttentionStep:
         one case instead of two.
         """
         start, stride = self.run or (0, 0)
-        if gathers and self.slot_BL is None and self.shape[0] > 1:
+        if gathers and self.slot_BL is None and self.shape[0] > 1 and self.view is None:
             batch, _, length = self.shape
             index_BL = torch.arange(length, device=self.slot_R.device).repeat(batch, 1)
             first_B = start + stride * torch.arange(batch, device=self.slot_R.device)
@@ -101,6 +107,8 @@ class AttentionStep:
             self.slot_BL,
             start,
             stride,
+            view=self.view,
+            page_size=self.page_size,
         )
 
     def mask(self, sliding_window: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor:
@@ -115,11 +123,16 @@ class AttentionStep:
 
 
 def build_step(
-    table: PageTable, windows: list[Window], device: torch.device, is_prompt: bool = False
+    table: PageTable,
+    windows: list[Window],
+    device: torch.device,
+    is_prompt: bool = False,
+    paged: bool | None = None,
 ) -> AttentionStep:
     """Index tensors for rows packed in the order of ``windows``.
 
     ``is_prompt``: the rows are chains of prompt tokens, which recurrent layers commit as they run.
+    ``paged``: read keys in their pages; None: where a kernel can do that.
     """
     rows = [window.visible.shape[0] for window in windows]
     lengths = [window.prefix + window.visible.shape[1] for window in windows]
@@ -133,21 +146,19 @@ def build_step(
     if len(windows) > 1:
         pad_BM, unpad_R = _padding(rows, most, device)
     query_position_BM = position_R.unsqueeze(0) if pad_BM is None else position_R[pad_BM]
+    rows_in = torch.tensor(slots, device=device), position_R, pad_BM, unpad_R
+    lineage = Lineage(windows, is_prompt)
+    if has_kernels(device) if paged is None else paged:
+        no_keys_BL = query_position_BM[:, :0]
+        unseen_BML = torch.zeros(*query_position_BM.shape, 0, dtype=torch.bool, device=device)
+        view = paged_view(table, windows, query_position_BM)
+        keys_in = unseen_BML, query_position_BM, no_keys_BL, (0, 0), None
+        return AttentionStep(*rows_in, *keys_in, lineage, view, table.page_size)
     visible_BML, key_position_BL = _visibility(windows, most, longest, device)
     run = _uniform_run(table, windows, longest)
     slot_BL = None if run is not None else _gather_slots(table, windows, longest, device)
-    return AttentionStep(
-        torch.tensor(slots, device=device),
-        position_R,
-        pad_BM,
-        unpad_R,
-        visible_BML,
-        query_position_BM,
-        key_position_BL,
-        run,
-        slot_BL,
-        Lineage(windows, is_prompt),
-    )
+    keys_in = visible_BML, query_position_BM, key_position_BL, run, slot_BL
+    return AttentionStep(*rows_in, *keys_in, lineage)
 
 
 def _padding(rows: list[int], most: int, device: torch.device):
@@ -210,9 +221,11 @@ def attend(
 ) -> torch.Tensor:
     """Store the rows' K/V in their slots, then attend: ``[R, Hq, D]`` -> ``[R, Hq, Dv]``.
 
-    ``options`` go to `ops.tree_attention`.
+    ``options`` go to `ops.tree_attention` or `ops.paged_attention`.
     """
-    groups = query_RHD.shape[1] // key_RHD.shape[1]
-    mask = step.mask(sliding_window, groups, query_RHD.dtype)
-    own = step.layer(*pool.pair(layer, key_RHD, value_RHD))._replace(mask=mask)
-    return attend_layer(own, query_RHD, key_RHD, value_RHD, **options)
+    own = step.layer(*pool.pair(layer, key_RHD, value_RHD))
+    if step.view is None:
+        groups = query_RHD.shape[1] // key_RHD.shape[1]
+        own = own._replace(mask=step.mask(sliding_window, groups, query_RHD.dtype))
+    rows = query_RHD, key_RHD, value_RHD
+    return attend_layer(own, *rows, sliding_window=sliding_window, **options)

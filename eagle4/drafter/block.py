@@ -22,6 +22,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from ..config import Eagle4Config
+from ..ops import normed_linear, small_linear
 from .moe import DraftExperts
 
 # (query [..., Hq, D], key [..., Hkv, D], value [..., Hkv, D]) -> [..., Hq, D]
@@ -67,14 +68,14 @@ class DraftAttention(nn.Module):
 
     def forward(self, hidden: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
         query, key, value = self.project(hidden, rotary)
-        return self.o_proj(attend(query, key, value).flatten(-2))
+        return small_linear(attend(query, key, value).flatten(-2), self.o_proj)
 
     def project(
         self, hidden: torch.Tensor, rotary: Rotary
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rotated query and key, and value: ``[..., heads, D]``."""
         query, key, value = (
-            proj(hidden).unflatten(-1, (-1, self.head_dim))
+            small_linear(hidden, proj).unflatten(-1, (-1, self.head_dim))
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         if rotary is not None:
@@ -94,7 +95,8 @@ class DraftMLP(nn.Module):
         self.act = ACT2FN[config.hidden_act]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act(self.gate_proj(hidden)) * self.up_proj(hidden))
+        gate, up = small_linear(hidden, self.gate_proj), small_linear(hidden, self.up_proj)
+        return small_linear(self.act(gate) * up, self.down_proj)
 
 
 class DraftBlock(nn.Module):
@@ -118,10 +120,11 @@ class DraftBlock(nn.Module):
         self, state: torch.Tensor, embed: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(residual, input of q/k/v)."""
-        fused = torch.cat([self.input_layernorm(embed), self.hidden_norm(state)], dim=-1)
+        parts, norms = (embed, state), (self.input_layernorm, self.hidden_norm)
         if self.eh_proj is None:
-            return state, fused
-        residual = self.eh_proj(fused)
+            normed = [norm(part) for norm, part in zip(norms, parts, strict=True)]
+            return state, torch.cat(normed, dim=-1)
+        residual = normed_linear(parts, norms, self.eh_proj)
         return residual, residual if self.attn_norm is None else self.attn_norm(residual)
 
     def forward(

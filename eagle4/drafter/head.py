@@ -7,13 +7,11 @@ over the candidates.
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..ops import block_topk
+from ..ops import best_candidates, candidate_logprobs
 from ..types import Candidates
 
 
@@ -23,15 +21,6 @@ class BorrowedHead:
     def __init__(self, embed_tokens: nn.Module, lm_head: nn.Module):
         self.embed_tokens = embed_tokens
         self.lm_head = lm_head
-
-
-def exact_logits(lm_head: nn.Module, hidden_RH: torch.Tensor, token_RC: torch.Tensor):
-    """Logits ``[R, C]`` (float32) of the full head for the given tokens of every row."""
-    weight_RCH = cast(torch.Tensor, lm_head.weight)[token_RC]
-    logit_RC = torch.matmul(weight_RCH, hidden_RH.unsqueeze(-1)).squeeze(-1)
-    if getattr(lm_head, "bias", None) is not None:
-        logit_RC = logit_RC + cast(torch.Tensor, lm_head.bias)[token_RC]
-    return logit_RC.float()
 
 
 def propose_full(lm_head: nn.Module, hidden_RH: torch.Tensor, top_k: int) -> Candidates:
@@ -50,8 +39,7 @@ def propose_candidates(
     top_k: int,
 ) -> Candidates:
     """Best ``top_k`` tokens under the softmax over the low-rank head's candidates."""
-    low_rank_RV = up(down(hidden_RH))
-    token_RC = block_topk(low_rank_RV, min(num_candidates, low_rank_RV.shape[-1]))
-    logp_RC = F.log_softmax(exact_logits(lm_head, hidden_RH, token_RC), dim=-1)
+    token_RC = best_candidates(down(hidden_RH), up, num_candidates)
+    logp_RC = candidate_logprobs(lm_head, hidden_RH, token_RC)
     logp_RK, index_RK = logp_RC.topk(min(top_k, logp_RC.shape[-1]), dim=-1)
     return Candidates(token_RC.gather(-1, index_RK), logp_RK)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ..config import Eagle4Config
+from ..ops import normed_linear
 from ..types import Candidates
 from .block import Attend, DraftBlock, DraftRotaryEmbedding, Rotary
 from .head import BorrowedHead, propose_candidates, propose_full
@@ -110,10 +111,7 @@ class Eagle4Drafter(PreTrainedModel):
 
     def fuse(self, features_RTH: torch.Tensor) -> torch.Tensor:
         """Taps ``[..., T, H_target]``, low to high, to the drafter's input state ``[..., H]``."""
-        if self.fc_norm is not None:
-            parts = [norm(features_RTH[..., i, :]) for i, norm in enumerate(self.fc_norm)]
-            return self.fc(torch.cat(parts, dim=-1))
-        return self.fc(features_RTH.flatten(-2))
+        return normed_linear(features_RTH.unbind(-2), list(self.fc_norm or ()), self.fc)
 
     def rotary(self, like: torch.Tensor, position: torch.Tensor) -> Rotary:
         """Cosine and sine ``[..., D]`` for integer positions; None without RoPE."""

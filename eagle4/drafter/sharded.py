@@ -15,12 +15,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..ops import block_topk
+from ..ops.candidate_head import exact_logits
 from ..parallel import Ranks, VocabShard
 from ..parallel.linear import share_of, share_of_heads, split_inputs, split_outputs
 from ..parallel.plan import fits_heads
 from ..types import Candidates
 from .block import DraftAttention, DraftBlock
-from .head import exact_logits
 from .model import Eagle4Drafter
 
 logger = logging.getLogger("eagle4")

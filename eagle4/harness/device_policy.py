@@ -76,7 +76,7 @@ def next_level(
     max_nodes: int,
     book: DeviceBook,
     prices: DevicePrices,
-    impl: str = "torch",
+    impl: str = "auto",
 ) -> DeviceDecision:
     """Twin of `policy.next_level`; depths, widths and counts are static.
 
@@ -97,7 +97,7 @@ def next_level(
 
 
 def choose(
-    pool_ZBP: torch.Tensor, max_nodes: int, prices: DevicePrices, impl: str = "torch"
+    pool_ZBP: torch.Tensor, max_nodes: int, prices: DevicePrices, impl: str = "auto"
 ) -> torch.Tensor:
     """Twin of `policy.choose`: bool ``[Z, B, P]``."""
     return choose_nodes(pool_ZBP, prices.token_ns_Z, prices.verify_ns_ZR, max_nodes, impl)

@@ -4,13 +4,16 @@
 
 `best_offer` compares what several ways of drafting another level would add to the largest net
 worth, `choose_nodes` says which nodes reach it. The torch functions are the specification;
-`ops.triton.next_level` holds the kernels (``impl="triton"``), which must agree bit for bit. A
+`ops.triton.next_level` holds the kernels, which must agree bit for bit. A
 leading ``Z`` counts independent rounds. Source: DESIGN.md section 7; readable: `harness.policy`.
 """
 
 from __future__ import annotations
 
 import torch
+
+from .dispatch import wants_triton
+from .sizes import power_of_2
 
 BITS = 30
 INDEX_BITS = 20  # nodes of a batch at most: 2^20; survivals take 31 more bits
@@ -26,7 +29,7 @@ def best_offer(
     level_ns_ZW: torch.Tensor,
     min_width: int,
     horizons: tuple[int, ...],
-    impl: str = "torch",
+    impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The first of the best offers: gain in nanoseconds and width, int64 ``[Z]``; 0, 0 for none.
 
@@ -35,7 +38,8 @@ def best_offer(
     on. Offers in order: widths ``min_width..K`` for one level, then ``horizons`` levels along the
     line at ``min_width``. ``level_ns_ZW``: a level by width. All int64, survivals in 2^-30.
     """
-    if impl == "triton":
+    nodes = drafted_ZM.shape[1] + child_ZBKJ[0].numel() + path_ZBH[0].numel()
+    if wants_triton(impl, drafted_ZM, fits=lambda: nodes <= MOST_BLOCK):
         from .triton.next_level import best_offer as kernel
 
         return kernel(
@@ -79,13 +83,18 @@ def choose_nodes(
     token_ns_Z: torch.Tensor,
     verify_ns_ZR: torch.Tensor,
     max_nodes: int,
-    impl: str = "torch",
+    impl: str = "auto",
 ) -> torch.Tensor:
     """bool ``[Z, B, P]``: the nodes that maximise net worth, at most ``max_nodes`` per sequence.
 
     Ties go to the earlier sequence, then to the earlier node; the smallest of equally good sets.
     """
-    if impl == "triton":
+
+    def fits() -> bool:
+        _, batch, nodes = survival_ZBP.shape
+        return power_of_2(batch) * power_of_2(nodes) <= MOST_BLOCK
+
+    if wants_triton(impl, survival_ZBP, fits=fits):
         from .triton.next_level import choose_nodes as kernel
 
         return kernel(survival_ZBP, token_ns_Z, verify_ns_ZR, max_nodes)

@@ -5,9 +5,8 @@ child first, with their ancestor matrix. Rejection sampling draws into the slots
 Always: a child's score never exceeds its parent's, so the best n nodes are closed under ancestors.
 """
 
+from ..ops import ancestor_matrix, prune
 from .grow import Growth, extend, is_saturated, narrow, start
-from .mask import ancestor_matrix
-from .prune import prune
 from .template import Template, best_template, keep_slots
 
 __all__ = ["Growth", "ancestor_matrix", "extend", "is_saturated", "narrow", "prune", "start"]

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..ops import grow_level
 from ..types import Candidates, Tree
 
 
@@ -59,22 +60,11 @@ def extend(growth: Growth, candidates: Candidates, top_k: int) -> Growth:
     The pool is written in place: go on with the returned growth, not with the given one.
     """
     pool, frontier_BK, depth, _ = growth
-    batch, width = frontier_BK.shape
-    token_BC = candidates.token_RK.reshape(batch, -1)
-    children = token_BC.shape[1]
-    parent_BC = frontier_BK.repeat_interleave(children // width, dim=1)
-    parent_score_BC = pool.score_BN.gather(1, parent_BC)
-    # A rounded log-probability above zero must not lift a child over its parent.
-    score_BC = parent_score_BC + candidates.logp_RK.reshape(batch, -1).clamp_max(0.0)
+    children = candidates.token_RK.numel() // len(frontier_BK)
     first = int(pool.count_B[0])
-    columns = slice(first, first + children)
-    pool.token_BN[:, columns] = token_BC
-    pool.parent_BN[:, columns] = parent_BC
-    pool.depth_BN[:, columns] = depth + 1
-    pool.score_BN[:, columns] = score_BC
-    order = score_BC.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
+    best_BK = grow_level(pool, frontier_BK, candidates, depth + 1, top_k)
     grown = pool._replace(count_B=pool.count_B + children)
-    return Growth(grown, first + order, depth + 1, first)
+    return Growth(grown, first + best_BK, depth + 1, first)
 
 
 def is_saturated(growth: Growth, max_nodes: int) -> torch.Tensor:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 
 from ..noise import Purpose, position_key
-from ..sampling import draw, support
+from ..ops import coupled_rows
+from ..sampling import support
 
 
 def choose_coupled(score_V: torch.Tensor, key: int, position: int) -> torch.Tensor:
@@ -18,5 +19,8 @@ def choose_coupled(score_V: torch.Tensor, key: int, position: int) -> torch.Tens
 
     Raises `RuntimeError` for scores that are no law, as plain sampling does.
     """
-    token_S, score_S = support(score_V)
-    return draw(score_S, token_S, position_key(key, Purpose.TOKEN, position))
+    key_1 = torch.tensor([position_key(key, Purpose.TOKEN, position)], device=score_V.device)
+    token_1 = coupled_rows(score_V[None], key_1)
+    if int(token_1) < 0:
+        support(score_V)
+    return token_1[0]

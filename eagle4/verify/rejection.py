@@ -1,64 +1,15 @@
-"""Rejection sampling over siblings that were drawn without replacement from q.
-
-Children are tried in draw order. With p the law that is still owed and q the law that the next
-child was drawn from: accept y with probability min(1, p(y)/q(y)); after a rejection
-``p <- norm(max(0, p - q))`` and ``q <- q without y, renormalised``; if all are rejected the token
-is drawn from what is left of p. One child is the rule of Leviathan et al. (2023) and Chen et al.
-(2023); without replacement: Jeon et al. (2024), Yang et al. (2024).
-
-Exact as long as nothing that is decided about a child depends on what was drawn for it: which
-children exist is fixed before they are drawn, see `tree.template`.
-"""
+"""Rejection sampling of a drawn tree: the rule is `ops.rejection`, here is what noise it uses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
-from ..noise import Purpose, gumbel, position_key, uniform
-from ..sampling import check_law, draw, support
-
-
-class Trial(NamedTuple):
-    """One child put to the test."""
-
-    accept: torch.Tensor  # 0-d probability of acceptance, given that its elder siblings failed
-    residual_S: torch.Tensor  # the law that is owed if it is rejected
-
-
-def trials(
-    token_S: torch.Tensor,
-    p_S: torch.Tensor,
-    child_K: torch.Tensor,
-    token_C: torch.Tensor,
-    logq_C: torch.Tensor,
-) -> Iterator[Trial]:
-    """The trials of ``child_K`` in draw order.
-
-    ``p_S`` is a law over the ascending tokens ``token_S``, ``logq_C`` the law over the distinct
-    candidates ``token_C`` that the children were drawn from without replacement.
-    """
-    place_C = torch.searchsorted(token_S, token_C).clamp_max(len(token_S) - 1)
-    is_known_C = token_S[place_C] == token_C
-    for child in child_K:
-        q_C = logq_C.log_softmax(dim=0).exp()
-        q_S = torch.zeros_like(p_S).index_add(0, place_C, torch.where(is_known_C, q_C, 0.0))
-        is_child_C, is_child_S = token_C == child, token_S == child
-        q = torch.where(is_child_C, q_C, 0.0).sum()
-        p = torch.where(is_child_S, p_S, 0.0).sum()
-        p_S = _normalised((p_S - q_S).clamp_min(0.0), torch.where(is_child_S, 0.0, p_S))
-        yield Trial((p / q).clamp_max(1.0), p_S)
-        logq_C = torch.where(is_child_C, float("-inf"), logq_C)
-
-
-def _normalised(residual_S: torch.Tensor, otherwise_S: torch.Tensor) -> torch.Tensor:
-    """The residual as a law. It vanishes by rounding only, where p and q are the same law."""
-    total = residual_S.sum()
-    if total > 0:
-        return residual_S / total
-    return otherwise_S / otherwise_S.sum()
+from ..noise import Purpose, gumbel, position_key
+from ..ops import rejection_rows
+from ..ops.rejection import count_refused
+from ..sampling import check_law, support
 
 
 def choose_rejection(
@@ -74,13 +25,16 @@ def choose_rejection(
     The acceptance test, the drafter's draws and the final draw use noise of different purposes.
     Raises `RuntimeError` for scores that are no law, as plain sampling does.
     """
-    token_S, score_S = support(score_V)
-    place = key, position
-    refused, p_S = _test(token_S, score_S.softmax(dim=0), *place, child_K, token_C, logq_C)
-    if refused < len(child_K):
-        return child_K[refused], refused
-    token = draw(p_S.log(), token_S, position_key(key, Purpose.TOKEN, position))
-    return token, refused
+    accept_key, token_key = (
+        torch.tensor([position_key(key, purpose, position)], device=score_V.device)
+        for purpose in (Purpose.ACCEPT, Purpose.TOKEN)
+    )
+    token_1, refused_1 = rejection_rows(
+        score_V[None], accept_key, token_key, child_K[None], token_C[None], logq_C[None]
+    )
+    if int(token_1) < 0:
+        support(score_V)
+    return token_1[0], int(refused_1)
 
 
 class Outside(NamedTuple):
@@ -110,30 +64,12 @@ def choose_rejection_apart(
     token_S = torch.cat([token_C[order_C], beyond])
     score_S = torch.cat([score_C[order_C].double(), outside.mass.view(1)])
     check_law(score_S.max())
-    place = key, position
-    refused, p_S = _test(token_S, score_S.softmax(dim=0), *place, child_K, token_C, logq_C)
+    accept_key = position_key(key, Purpose.ACCEPT, position)
+    drawn = child_K, token_C, logq_C
+    refused, p_S = count_refused(token_S, score_S.softmax(dim=0), accept_key, *drawn)
     if refused < len(child_K):
         return child_K[refused], refused
     noise_C = gumbel(position_key(key, Purpose.TOKEN, position), token_S[:-1])
     lead = torch.where(p_S[-1] > 0, outside.best - outside.mass, 0.0)
     best = (p_S.log() + torch.cat([noise_C, lead.view(1)])).argmax()
     return torch.cat([token_S[:-1], outside.token.view(1)])[best], refused
-
-
-def _test(
-    token_S: torch.Tensor,
-    p_S: torch.Tensor,
-    key: int,
-    position: int,
-    child_K: torch.Tensor,
-    token_C: torch.Tensor,
-    logq_C: torch.Tensor,
-) -> tuple[int, torch.Tensor]:
-    """How many children were refused, and the law that is owed after them."""
-    rank_K = torch.arange(len(child_K), device=child_K.device)
-    uniform_K = uniform(position_key(key, Purpose.ACCEPT, position), rank_K)
-    for rank, trial in enumerate(trials(token_S, p_S, child_K, token_C, logq_C)):
-        if uniform_K[rank] < trial.accept:
-            return rank, p_S
-        p_S = trial.residual_S
-    return len(child_K), p_S

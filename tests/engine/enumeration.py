@@ -16,10 +16,11 @@ from transformers import LogitsProcessorList
 
 from eagle4.engine.sampler import Sampler
 from eagle4.engine.state import Sequence
+from eagle4.ops import coupled, rejection
 from eagle4.sampling import context_free, draft_law, process_path
 from eagle4.tree import Template, ancestor_matrix, keep_slots
 from eagle4.types import Candidates, Drawn, Law, Tree
-from eagle4.verify import coupled, rejection, verify_greedy
+from eagle4.verify import verify_greedy
 
 History = tuple[int, ...]
 

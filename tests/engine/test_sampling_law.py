@@ -13,8 +13,8 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
+from eagle4.ops import rejection
 from eagle4.tree import Template
-from eagle4.verify import rejection
 from tests.engine.enumeration import Language, Rounds, target_law
 
 PROMPT = (1, 0)

@@ -1,22 +1,18 @@
 """Catches: kernels that decide differently from the torch reference in one bit: ties, padding,
-free or worthless nodes, counts at the limit. Runs under the Triton interpreter in a process of its
-own (the interpreter is chosen when Triton is imported), and on a GPU where there is one.
+free or worthless nodes, counts at the limit.
 """
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from eagle4.harness import device_policy
-from eagle4.ops.next_level import best_worth, choose_nodes
+from eagle4.ops.next_level import MOST_BLOCK, best_worth, choose_nodes
 from tests.harness.states import Shape, random_book, random_states
+from tests.ops.kernels import CHECKS, DEVICE
 
 
 def compare(num_shapes: int, per_shape: int, seed: int, device: str = "cpu") -> int:
@@ -54,55 +50,33 @@ def test_worth_and_choice_by_hand():
     assert choose_nodes(survival, token, verify + torch.arange(5) * 99, 2).sum() == 0
 
 
-def interpreted(program: str, timeout: int) -> str:
-    """What a program prints under the interpreter."""
-    root = Path(__file__).resolve().parents[2]
-    path = f"{root}{os.pathsep}{root / 'tests'}"
-    done = subprocess.run(
-        [sys.executable, "-c", f"from tests.ops.test_next_level import compare; {program}"],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        cwd=root,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.strip()
+@pytest.mark.kernels
+def test_the_kernels_agree():
+    assert compare(4, 2, 0, DEVICE.type) == 8
 
 
-def test_the_kernels_agree_under_the_interpreter():
-    assert interpreted("print(compare(8, 2, 0))", timeout=300) == "16"
-
-
+@pytest.mark.kernels
 @pytest.mark.slow
-def test_the_kernels_agree_under_the_interpreter_on_many_states():
-    assert interpreted("print(compare(60, 8, 1))", timeout=1800) == "480"
+def test_the_kernels_agree_on_many_states():
+    assert compare(60, 8, 1, DEVICE.type) == 480
 
 
-@pytest.mark.parametrize("capability", [90, 100])
-def test_the_kernels_compile_for_gpus_that_are_not_here(capability):
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
+@pytest.mark.kernels
+def test_the_operators_are_well_declared():
+    wide = torch.tensor([[5 << 20, 3 << 20, 0]], device=DEVICE)
+    one, costs = torch.tensor([100], device=DEVICE), torch.tensor([[0, 3, 5, 9]], device=DEVICE)
+    code = torch.tensor([-1, 0, 0], dtype=torch.int32, device=DEVICE)
+    ops = torch.ops.eagle4
+    checks = {"test_utils": CHECKS}
+    opcheck = torch.library.opcheck
+    opcheck(ops.best_offer, (wide, code, one, costs, costs, 1, 2, 2, 0), **checks)
+    opcheck(ops.choose_nodes, (wide[None], one, costs, 2), **checks)
 
-    from eagle4.ops.triton import next_level as kernels
 
-    pointers = {"int64": "*i64", "int32": "*i32", "int8": "*i8"}
-    wide, narrow = pointers["int64"], pointers["int8"]
-    offer = dict.fromkeys(("value_ptr", "token_ptr", "verify_ptr", "level_ptr"), wide)
-    offer |= {"gain_ptr": wide, "width_ptr": wide, "code_ptr": pointers["int32"]}
-    offer |= dict.fromkeys(("nodes", "rows", "widths"), "i32")
-    sizes = {"MIN_WIDTH": 1, "WIDTH": 4, "FIRST": 2, "SECOND": 4, "PATH": 1 << 16, "BLOCK": 128}
-    choose = dict.fromkeys(("survival_ptr", "token_ptr", "verify_ptr"), wide)
-    choose |= {"chosen_ptr": narrow} | dict.fromkeys(("batch", "nodes", "rows"), "i32")
-    limits = {"MAX_NODES": 16, "BATCH": 2, "NODES": 64}
-    target = GPUTarget("cuda", capability, 32)
-    for kernel, signature, constants in (
-        (kernels._offer_kernel, offer, sizes),
-        (kernels._choose_kernel, choose, limits),
-    ):
-        signature = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
-        made = compile(ASTSource(kernel, signature, constants), target=target)
-        assert made.asm["cubin"]
+def test_a_batch_that_no_program_holds_is_refused():
+    many = torch.zeros(1, 2, MOST_BLOCK, dtype=torch.int64)
+    with pytest.raises(ValueError, match="cannot hold"):
+        choose_nodes(many, torch.ones(1).long(), torch.zeros(1, 3).long(), 4, impl="triton")
 
 
 @pytest.mark.cuda

@@ -6,13 +6,13 @@ atomic and no floating point, and the result equals the torch reference bit for 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from ..next_level import BITS, INDEX_BITS, MOST_BLOCK
+from ..sizes import power_of_2
+from .launch import wrap_triton
 
 _BITS = tl.constexpr(BITS)
 _INDEX_BITS = tl.constexpr(INDEX_BITS)
@@ -102,6 +102,45 @@ def _choose_kernel(
     tl.store(chosen_ptr + offset, chosen.to(tl.int8), mask=inside)
 
 
+@torch.library.triton_op("eagle4::best_offer", mutates_args=())
+def _best_offer(
+    value_ZM: torch.Tensor,
+    code_M: torch.Tensor,
+    token_ns_Z: torch.Tensor,
+    verify_ns_ZR: torch.Tensor,
+    level_ns_ZW: torch.Tensor,
+    min_width: int,
+    width: int,
+    first: int,
+    second: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rounds, nodes = value_ZM.shape
+    gain_Z, width_Z = torch.empty_like(token_ns_Z), torch.empty_like(token_ns_Z)
+    wrap_triton(_offer_kernel)[(rounds,)](
+        value_ZM, code_M, token_ns_Z, verify_ns_ZR, level_ns_ZW, gain_Z, width_Z,
+        nodes, verify_ns_ZR.shape[1], level_ns_ZW.shape[1],
+        MIN_WIDTH=min_width, WIDTH=width, FIRST=first, SECOND=second, PATH=_PATH,
+        BLOCK=_block(nodes),
+    )  # fmt: skip
+    return gain_Z, width_Z
+
+
+@torch.library.triton_op("eagle4::choose_nodes", mutates_args=())
+def _choose_nodes(
+    survival_ZBP: torch.Tensor, token_ns_Z: torch.Tensor, verify_ns_ZR: torch.Tensor, max_nodes: int
+) -> torch.Tensor:
+    rounds, batch, nodes = survival_ZBP.shape
+    chosen = torch.empty(survival_ZBP.shape, dtype=torch.int8, device=survival_ZBP.device)
+    rows, columns = power_of_2(batch), max(power_of_2(nodes), 2)
+    _block(rows * columns)
+    wrap_triton(_choose_kernel)[(rounds,)](
+        survival_ZBP, token_ns_Z, verify_ns_ZR, chosen, batch, nodes, verify_ns_ZR.shape[1],
+        MAX_NODES=min(max_nodes, nodes), BATCH=rows, NODES=columns,
+        num_warps=min(max(rows * columns // 256, 4), 16),
+    )  # fmt: skip
+    return chosen.bool()
+
+
 def best_offer(
     drafted_ZM: torch.Tensor,
     child_ZBKJ: torch.Tensor,
@@ -125,17 +164,11 @@ def best_offer(
             (_PATH + level_H).repeat(batch),
         ]
     )
-    gain_Z, width_Z = torch.empty_like(token_ns_Z), torch.empty_like(token_ns_Z)
     first, second = (*horizons, 0, 0)[:2]
-    sizes: dict[str, Any] = {"MIN_WIDTH": min_width, "WIDTH": width, "PATH": _PATH}
-    sizes |= {"FIRST": first, "SECOND": second, "BLOCK": _block(value_ZM.shape[1])}
-    _offer_kernel[(rounds,)](
-        *(value_ZM.contiguous(), code_M, token_ns_Z.contiguous(), verify_ns_ZR.contiguous()),
-        *(level_ns_ZW.contiguous(), gain_Z, width_Z),
-        *(value_ZM.shape[1], verify_ns_ZR.shape[1], level_ns_ZW.shape[1]),
-        **sizes,
+    return _best_offer(
+        *(value_ZM, code_M, token_ns_Z.contiguous(), verify_ns_ZR.contiguous()),
+        *(level_ns_ZW.contiguous(), min_width, width, first, second),
     )
-    return gain_Z, width_Z
 
 
 def choose_nodes(
@@ -145,25 +178,11 @@ def choose_nodes(
     max_nodes: int,
 ) -> torch.Tensor:
     """As `ops.next_level.choose_nodes`."""
-    rounds, batch, nodes = survival_ZBP.shape
-    chosen = torch.empty(survival_ZBP.shape, dtype=torch.int8, device=survival_ZBP.device)
-    rows, columns = _power_of_2(batch), _power_of_2(nodes)
-    _block(rows * columns)
-    sizes: dict[str, Any] = {"MAX_NODES": min(max_nodes, nodes)}
-    sizes |= {"BATCH": rows, "NODES": max(columns, 2)}
-    _choose_kernel[(rounds,)](
-        *(survival_ZBP.contiguous(), token_ns_Z.contiguous(), verify_ns_ZR.contiguous()),
-        *(chosen, batch, nodes, verify_ns_ZR.shape[1]),
-        **sizes,
-    )
-    return chosen.bool()
+    tensors = (survival_ZBP, token_ns_Z, verify_ns_ZR)
+    return _choose_nodes(*(tensor.contiguous() for tensor in tensors), max_nodes=max_nodes)
 
 
 def _block(nodes: int) -> int:
     if nodes > MOST_BLOCK:
         raise ValueError(f"{nodes} nodes do not fit into one program; at most {MOST_BLOCK} do")
-    return max(_power_of_2(nodes), 2)
-
-
-def _power_of_2(number: int) -> int:
-    return 1 << (number - 1).bit_length()
+    return max(power_of_2(nodes), 2)
