@@ -1,12 +1,14 @@
 """Which form of an operator runs: the one place where this is decided.
 
 Every operator takes ``impl``: "torch" is the reference, "triton" the kernel, "auto" (the default)
-the kernel for CUDA tensors and the reference for everything else.
+the kernel for CUDA tensors where ``EAGLE4_KERNELS=1`` is set, and the reference for everything else.
+The kernels are opt-in because no GPU has run and timed them yet.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
 
 import torch
@@ -46,8 +48,8 @@ def wants_triton(impl: str, *tensors: torch.Tensor, fits: Callable[[], bool] | N
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether kernels run on this device: CUDA or ROCm, with Triton installed."""
-    return HAS_TRITON and device.type == "cuda"
+    """Whether kernels run on this device: CUDA or ROCm, with Triton installed, and asked for."""
+    return HAS_TRITON and device.type == "cuda" and os.environ.get("EAGLE4_KERNELS") == "1"
 
 
 def is_stock(linear: nn.Module) -> bool:
