@@ -1,8 +1,8 @@
 """Which form of an operator runs: the one place where this is decided.
 
 Every operator takes ``impl``: "torch" is the reference, "triton" the kernel, "auto" (the default)
-the kernel for CUDA tensors where ``EAGLE4_KERNELS=1`` is set, and the reference for everything else.
-The kernels are opt-in because no GPU has run and timed them yet.
+the kernel for CUDA tensors where ``EAGLE4_KERNELS=1`` is set, the reference for everything else.
+Kernels are opt-in because no GPU has run and timed them yet.
 """
 
 from __future__ import annotations
