@@ -16,7 +16,7 @@ from .acceptance import Book, Experience
 from .cost import CostTable
 from .fixed_point import BITS, MOST_NS
 from .nodes import Nodes
-from .outlook import Outlook, Shape
+from .outlook import Outlook, Outlooks, Shape
 from .policy import Prices
 from .regime import UNIT, Q, Regime
 from .report import HarnessReport, Round
@@ -43,7 +43,7 @@ class HarnessPolicy:
         self.book: Book = self.experience.book(config.request_class)
         self._regimes: dict[int, Regime] = {}
         self._known: dict[int, int] = {}  # latest expectation, like the gain of a regime
-        self._outlooks: dict[tuple, tuple[Outlook, Outlook]] = {}
+        self._outlooks = Outlooks(config, table)
         self._accepted = self._promised = 0  # fading sums in 2^-30 nodes
         self._rounds = 0
         self._nodes: Nodes | WideNodes = Nodes([], self.book)
@@ -60,10 +60,10 @@ class HarnessPolicy:
         self._load, self._prices, self._chosen, self._tokens = load, None, [], []
         self._nodes, self._num_verified = Nodes([], self.book), None
         plain_ns = self.table.cost_ns("plain", load.num_sequences, load.context)
-        known, hoped = self._outlook(load)
+        known, hoped = self._outlooks.of(load, self.book, self._rounds // SETTLE_ROUNDS)
         extra = max(0, load.pending - 2 * load.num_sequences)
         catch_up = self._root_ns(load, load.pending) - self._root_ns(load, load.pending - extra)
-        setting = (catch_up << Q) // plain_ns, _rounds_left(load, known)
+        setting = (catch_up << Q) // plain_ns, known.rounds_left(load)
         regime = self._regime(load, known, *setting)
         is_hopeless = hoped.gain <= 0
         speculative = not is_hopeless and regime.decide(*setting)
@@ -202,13 +202,11 @@ class HarnessPolicy:
         A call that never speculated says nothing about speculation. Its belief moves towards what
         the calibration promises, so that a load which once did badly is looked at again.
         """
-        usual = self.experience.usual_gain
         for size, regime in self._regimes.items():
             gain, rate = regime.mean, _USUAL_RATE
             if not regime.rounds:
                 gain, rate = max(self._known[size], gain), _REVISIT_RATE
-            gain = min(gain, UNIT) / UNIT
-            usual[size] = usual.get(size, gain) + rate * (gain - usual.get(size, gain))
+            self.experience.fold_gain(size, min(gain, UNIT) / UNIT, rate)
 
     # -- prices ----------------------------------------------------------------------------------
 
@@ -232,23 +230,6 @@ class HarnessPolicy:
     def _root_ns(self, load: Load, rows: int) -> int:
         return self.table.cost_ns("root", max(rows, 1), load.context)
 
-    def _outlook(self, load: Load) -> tuple[Outlook, Outlook]:
-        """Expected and optimistic, for a context rounded to 64."""
-        context = (load.context + 32) // 64 * 64
-        key = (load.num_sequences, context, self.table.version, self._rounds // SETTLE_ROUNDS)
-        if key not in self._outlooks:
-            if len(self._outlooks) > 64:
-                self._outlooks.clear()
-            config = self.config
-            shape = Shape(
-                load.num_sequences, context, config.max_depth, config.width, config.max_nodes
-            )
-            self._outlooks[key] = (
-                outlook.expected(self.table, self.book, shape),
-                outlook.optimistic(self.table, shape),
-            )
-        return self._outlooks[key]
-
     def _regime(self, load: Load, known: Outlook, catch_up: int, rounds_left: int) -> Regime:
         size = _size(load)
         self._known[size] = known.gain
@@ -256,12 +237,8 @@ class HarnessPolicy:
             usual = self.experience.usual_gain.get(size)
             gain = known.gain if usual is None else round(usual * UNIT)
             self._regimes[size] = Regime.start(
-                load.num_sequences,
-                gain,
-                known.tokens_q10,
-                known.cost_ns,
-                catch_up,
-                rounds_left,
+                *(load.num_sequences, gain, known.tokens_q10, known.cost_ns),
+                *(catch_up, rounds_left),
             )
         return self._regimes[size]
 
@@ -269,7 +246,3 @@ class HarnessPolicy:
 def _size(load: Load) -> int:
     """Batch sizes that share a regime: powers of two."""
     return load.num_sequences.bit_length()
-
-
-def _rounds_left(load: Load, known: Outlook) -> int:
-    return load.remaining * load.num_sequences * 1024 // max(known.tokens_q10, 1)

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..config import SpeculativeConfig
+from ..types import Load
 from .acceptance import Book
 from .cost import CostTable
 from .fixed_point import BITS, ONE, multiply
@@ -29,6 +31,10 @@ class Outlook(NamedTuple):
     cost_ns: int
     depth: int
     nodes: int  # per sequence
+
+    def rounds_left(self, load: Load) -> int:
+        """Rounds like this until the load's longest sequence ends."""
+        return load.remaining * load.num_sequences * 1024 // max(self.tokens_q10, 1)
 
 
 class Shape(NamedTuple):
@@ -81,3 +87,24 @@ def _best(table: CostTable, chain: list[int], siblings: list[int], shape: Shape)
                 best = Outlook(gain, tokens_q10, cost, depth, count)
     assert best is not None, "max_depth and max_nodes are at least 1"
     return best
+
+
+class Outlooks:
+    """Outlooks of the loads that a call meets, made again when what they rest on has changed."""
+
+    def __init__(self, config: SpeculativeConfig, table: CostTable):
+        self._config, self._table = config, table
+        self._kept: dict[tuple, tuple[Outlook, Outlook]] = {}
+
+    def of(self, load: Load, book: Book, period: int) -> tuple[Outlook, Outlook]:
+        """`expected` and `optimistic`, for a context rounded to 64; ``period``: age of the book."""
+        context = (load.context + 32) // 64 * 64
+        key = load.num_sequences, context, self._table.version, period
+        if key not in self._kept:
+            if len(self._kept) > 64:
+                self._kept.clear()
+            config = self._config
+            limits = config.max_depth, config.width, config.max_nodes
+            shape = Shape(load.num_sequences, context, *limits)
+            self._kept[key] = expected(self._table, book, shape), optimistic(self._table, shape)
+        return self._kept[key]
