@@ -226,6 +226,8 @@ def forward(
     mask = step.mask(config.sliding_window, groups, hidden_RH.dtype)
     pair = state.draft_pool.pair(0, like_RHD, like_RHD)
     layer = step.layer(*pair, gathers=state.graphs.compiled)._replace(mask=mask)
+    if state.graphs.compiled:  # a view would bring the sizes of its base along
+        hidden_RH, token_R = hidden_RH.clone(), token_R.clone()
     out = state.graphs.draft(drafter, hidden_RH, token_R, step.position_R, layer)
     stats.draft_calls += 1
     return out

@@ -60,7 +60,7 @@ def _cases(
         cases |= {
             f"one row, {size} sequences": lambda: stage.root(1, size),
             f"rows, {size} sequences": lambda: stage.root(rows, size),
-            f"level, {size} sequences": lambda: stage.level(min(3, drafter.num_proposable)),
+            f"level, {size} sequences": lambda: stage.level(min(rows, drafter.num_proposable)),
         }
     return {name: case for name, case in cases.items() if name not in graphs.warm}
 

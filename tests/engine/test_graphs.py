@@ -43,7 +43,9 @@ class Pair:
     """One target and drafter with one set of compiled functions, shared by this file's tests."""
 
     def __init__(self):
-        self.target = tiny_llama(vocab=VOCAB, layers=3)
+        # Three K/V heads: a level of three nodes must not be taken for something about heads.
+        heads = {"num_attention_heads": 6, "num_key_value_heads": 3}
+        self.target = tiny_llama(vocab=VOCAB, layers=3, hidden=48, **heads)
         self.drafter = small_drafter(self.target)
         self.adapter = TargetAdapter(self.target, self.drafter.config.tap_layers)
         self.drafter.bind(
@@ -129,8 +131,9 @@ def test_nothing_is_compiled_after_the_warm_up(pair):
     def rounds(count: int, batches: list[int]) -> None:
         for batch in batches:
             lengths = [source.randint(2, 60) for _ in range(batch)]
-            state = pair.prefilled(lengths, source.randrange(1 << 30), pair.compiled)
-            pair.drafted(state, SpeculativeConfig(mode="tree", max_depth=3, harness=False))
+            for top_k in (1, 2, 3, 4):
+                state = pair.prefilled(lengths, source.randrange(1 << 30), pair.compiled)
+                pair.drafted(state, SpeculativeConfig(max_depth=3, top_k=top_k, harness=False))
             for _ in range(count):
                 pair.verified(state, random_tree(source, batch))
 
