@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from eagle4.cache import KVPool, PageTable, Window, build_step
+from eagle4.cache.layer import write_rows
 from eagle4.target import TargetAdapter, TargetOutput
 
 
@@ -38,6 +39,15 @@ def window(rows: Rows) -> Window:
     """The `Window` of rows that are all new; a row's position follows from its depth."""
     seen = ancestry(rows.parents)
     return Window(rows.sequence, rows.prefix, 0, rows.prefix + seen.sum(dim=1) - 1, seen)
+
+
+def store(
+    pool: KVPool, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write rows as a layer does; returns the layer's whole (K, V)."""
+    pair = pool.pair(layer, key, value)
+    write_rows(*pair, slots, key, value)
+    return pair
 
 
 class Packer:

@@ -9,28 +9,25 @@ from typing import NamedTuple
 
 import torch
 
-from ..ops import PagedView, fold_visible, paged_attention, tree_attention
+from ..ops import PagedView, paged_attention, tree_attention
 
 
 class LayerStep(NamedTuple):
     """One layer's share of a step as plain tensors and integers, so that a compiler can trace it.
 
-    Without ``mask`` the layer folds the visibility itself, which a compiled layer does in passing.
+    ``mask`` as `ops.fold_visible` makes it, or a ``view``: keys then stay in their pages.
     """
 
     keys_SHD: torch.Tensor  # the layer's whole pool
     values_SHD: torch.Tensor
     slot_R: torch.Tensor  # where rows are written
-    visible_BML: torch.Tensor
-    query_position_BM: torch.Tensor
-    key_position_BL: torch.Tensor
     pad_BM: torch.Tensor | None  # None: one sequence, nothing to pad
     unpad_R: torch.Tensor | None
-    slot_BL: torch.Tensor | None  # None: sequences are runs of slots, see start and stride
+    slot_BL: torch.Tensor | None = None  # None: sequences are runs of slots, see start and stride
     start: int = 0
     stride: int = 0
     mask: torch.Tensor | None = None
-    view: PagedView | None = None  # keys stay in their pages; nothing about single keys is set
+    view: PagedView | None = None
     page_size: int = 0
 
 
@@ -45,51 +42,51 @@ def attend_layer(
 ) -> torch.Tensor:
     """Store the rows' K/V in their slots, then attend: ``[R, Hq, D]`` -> ``[R, Hq, Dv]``.
 
-    ``sliding_window`` is asked when the step carries no mask; ``options`` go to
+    ``sliding_window`` is already in the step's mask, where there is one; ``options`` go to
     `ops.tree_attention` or `ops.paged_attention`.
     """
-    step.keys_SHD.index_copy_(0, step.slot_R, key_RHD)
-    step.values_SHD.index_copy_(0, step.slot_R, value_RHD)
-    query_BMHD = query_RHD.unsqueeze(0) if step.pad_BM is None else query_RHD[step.pad_BM]
+    write_rows(step.keys_SHD, step.values_SHD, step.slot_R, key_RHD, value_RHD)
+    query_BMHD = pad(query_RHD, step.pad_BM)
     if step.view is not None:
         pools, where = (step.keys_SHD, step.values_SHD), (step.view, step.page_size)
         options["sliding_window"] = sliding_window
         out_BMHD = paged_attention(query_BMHD, *pools, *where, **options)
     else:
-        mask = _mask(step, query_RHD, sliding_window) if step.mask is None else step.mask
+        assert step.mask is not None
         keys, values = read(step, step.keys_SHD), read(step, step.values_SHD)
-        out_BMHD = tree_attention(query_BMHD, keys, values, mask, **options)
-    if step.unpad_R is None:
-        return out_BMHD.squeeze(0)
-    return out_BMHD.flatten(0, 1)[step.unpad_R]
+        out_BMHD = tree_attention(query_BMHD, keys, values, step.mask, **options)
+    return unpad(out_BMHD, step.unpad_R)
 
 
-def _mask(step: LayerStep, query_RHD: torch.Tensor, sliding_window: int | None) -> torch.Tensor:
-    positions = step.query_position_BM, step.key_position_BL
-    seen = windowed(step.visible_BML, *positions, sliding_window)
-    groups = query_RHD.shape[1] // step.keys_SHD.shape[1]
-    return fold_visible(seen, groups, query_RHD.dtype)
+def write_rows(
+    keys_SHD: torch.Tensor,
+    values_SHD: torch.Tensor,
+    slot_R: torch.Tensor,
+    key_RHD: torch.Tensor,
+    value_RHD: torch.Tensor,
+) -> None:
+    """Write rows to their slots of one layer's pool."""
+    keys_SHD.index_copy_(0, slot_R, key_RHD)
+    values_SHD.index_copy_(0, slot_R, value_RHD)
+
+
+def pad(rows: torch.Tensor, pad_BM: torch.Tensor | None) -> torch.Tensor:
+    """Packed ``[R, ...]`` to ``[B, M, ...]``; padding repeats a sequence's first row."""
+    return rows.unsqueeze(0) if pad_BM is None else rows[pad_BM]
+
+
+def unpad(padded: torch.Tensor, unpad_R: torch.Tensor | None) -> torch.Tensor:
+    """``[B, M, ...]`` back to packed ``[R, ...]``."""
+    return padded.squeeze(0) if unpad_R is None else padded.flatten(0, 1)[unpad_R]
 
 
 def read(step: LayerStep, pool_SHD: torch.Tensor) -> torch.Tensor:
     """Keys or values of every sequence as ``[B, L, heads, width]``; a view when possible."""
-    batch, _, length = step.visible_BML.shape
     if step.slot_BL is not None:
         return pool_SHD[step.slot_BL]
+    assert step.mask is not None
+    batch, length = step.mask.shape[0], step.mask.shape[-1]
     start, stride = step.start, step.stride
     if batch == 1:
         return pool_SHD[start : start + length].unsqueeze(0)
     return pool_SHD[start : start + batch * stride].unflatten(0, (batch, stride))[:, :length]
-
-
-def windowed(
-    visible_BML: torch.Tensor,
-    query_position_BM: torch.Tensor,
-    key_position_BL: torch.Tensor,
-    sliding_window: int | None,
-) -> torch.Tensor:
-    """Visibility ``[B, M, L]``; a window W lets position p see positions in ``(p - W, p]``."""
-    if sliding_window is None:
-        return visible_BML
-    distance = query_position_BM.unsqueeze(-1) - key_position_BL.unsqueeze(1)
-    return visible_BML & (distance < sliding_window)

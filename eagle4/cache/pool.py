@@ -45,15 +45,6 @@ class KVPool:
             self._addresses = None
         return pair
 
-    def store(
-        self, layer: int, slot_R: torch.Tensor, key_RHD: torch.Tensor, value_RHD: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write rows to their slots and return the layer's whole (K, V)."""
-        pair = self.pair(layer, key_RHD, value_RHD)
-        pair[0].index_copy_(0, slot_R, key_RHD)
-        pair[1].index_copy_(0, slot_R, value_RHD)
-        return pair
-
     def _empty(self, like_RHD: torch.Tensor) -> torch.Tensor:
         # Zeros, not empty: a slot that was never written may be read under a False mask, and
         # 0 * NaN is NaN.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ..ops import PagedView, fold_visible, has_kernels
-from .layer import LayerStep, attend_layer, windowed
+from .layer import LayerStep, attend_layer, pad, unpad
 from .lineage import Lineage
 from .paged import paged_view
 from .pages import PageTable
@@ -32,10 +32,9 @@ class Window(NamedTuple):
 class AttentionStep:
     """Index tensors of one packed forward, shared by all layers.
 
-    ``slot_R`` where rows are written; ``position_R`` their positions; ``read`` gives a pool tensor
-    as ``[B, L, heads, width]``; `visible` the visibility ``[B, M, L]``, where M pads every sequence
-    to the same number of rows. With a ``view`` keys are read in their pages and L is 0; ``lineage``
-    is for recurrent layers.
+    ``slot_R`` where rows are written; ``position_R`` their positions; ``visible_BML`` what every
+    row sees, where M pads every sequence to the same number of rows. With a ``view`` keys are read
+    in their pages and L is 0; ``lineage`` is for recurrent layers.
     """
 
     def __init__(
@@ -74,42 +73,38 @@ class AttentionStep:
 
     def pad(self, rows: torch.Tensor) -> torch.Tensor:
         """Packed ``[R, ...]`` to ``[B, M, ...]``; padding repeats a sequence's first row."""
-        return rows.unsqueeze(0) if self.pad_BM is None else rows[self.pad_BM]
+        return pad(rows, self.pad_BM)
 
     def unpad(self, padded: torch.Tensor) -> torch.Tensor:
         """``[B, M, ...]`` back to packed ``[R, ...]``."""
-        return padded.squeeze(0) if self.unpad_R is None else padded.flatten(0, 1)[self.unpad_R]
+        return unpad(padded, self.unpad_R)
 
     def layer(
-        self, keys_SHD: torch.Tensor, values_SHD: torch.Tensor, gathers: bool = False
+        self,
+        keys_SHD: torch.Tensor,
+        values_SHD: torch.Tensor,
+        groups: int,
+        sliding_window: int | None = None,
+        gathers: bool = False,
     ) -> LayerStep:
-        """What one layer with these pools needs of the step.
+        """What one layer with these pools and ``groups`` query heads per key head needs.
 
         ``gathers``: address several sequences by slots even where they form a run, so that there is
         one case instead of two.
         """
+        own = LayerStep(keys_SHD, values_SHD, self.slot_R, self.pad_BM, self.unpad_R)
+        if self.view is not None:
+            return own._replace(view=self.view, page_size=self.page_size)
+        if gathers and self.run is not None and self.shape[0] > 1:
+            self.slot_BL, self.run = self._slots_of_run(*self.run), None
         start, stride = self.run or (0, 0)
-        if gathers and self.slot_BL is None and self.shape[0] > 1 and self.view is None:
-            batch, _, length = self.shape
-            index_BL = torch.arange(length, device=self.slot_R.device).repeat(batch, 1)
-            first_B = start + stride * torch.arange(batch, device=self.slot_R.device)
-            self.slot_BL, self.run = index_BL + first_B.unsqueeze(1), None
-            start = stride = 0
-        return LayerStep(
-            keys_SHD,
-            values_SHD,
-            self.slot_R,
-            self.visible_BML,
-            self.query_position_BM,
-            self.key_position_BL,
-            self.pad_BM,
-            self.unpad_R,
-            self.slot_BL,
-            start,
-            stride,
-            view=self.view,
-            page_size=self.page_size,
-        )
+        mask = self.mask(sliding_window, groups, keys_SHD.dtype)
+        return own._replace(slot_BL=self.slot_BL, start=start, stride=stride, mask=mask)
+
+    def _slots_of_run(self, start: int, stride: int) -> torch.Tensor:
+        batch, _, length = self.shape
+        first_B = start + stride * torch.arange(batch, device=self.slot_R.device)
+        return first_B.unsqueeze(1) + torch.arange(length, device=self.slot_R.device)
 
     def mask(self, sliding_window: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor:
         """The visibility as `ops.tree_attention` adds it, made once for all layers alike."""
@@ -120,6 +115,19 @@ class AttentionStep:
             )
             self._folded[key] = fold_visible(seen, groups, dtype)
         return self._folded[key]
+
+
+def windowed(
+    visible_BML: torch.Tensor,
+    query_position_BM: torch.Tensor,
+    key_position_BL: torch.Tensor,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """Visibility ``[B, M, L]``; a window W lets position p see positions in ``(p - W, p]``."""
+    if sliding_window is None:
+        return visible_BML
+    distance = query_position_BM.unsqueeze(-1) - key_position_BL.unsqueeze(1)
+    return visible_BML & (distance < sliding_window)
 
 
 def build_step(
@@ -223,9 +231,7 @@ def attend(
 
     ``options`` go to `ops.tree_attention` or `ops.paged_attention`.
     """
-    own = step.layer(*pool.pair(layer, key_RHD, value_RHD))
-    if step.view is None:
-        groups = query_RHD.shape[1] // key_RHD.shape[1]
-        own = own._replace(mask=step.mask(sliding_window, groups, query_RHD.dtype))
+    groups = query_RHD.shape[1] // key_RHD.shape[1]
+    own = step.layer(*pool.pair(layer, key_RHD, value_RHD), groups, sliding_window)
     rows = query_RHD, key_RHD, value_RHD
     return attend_layer(own, *rows, sliding_window=sliding_window, **options)

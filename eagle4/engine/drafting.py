@@ -222,10 +222,9 @@ def forward(
     config = drafter.config
     heads, heads_kv = drafter.num_heads
     like_RHD = hidden_RH.new_empty((0, heads_kv, config.head_dim))
-    groups = heads // heads_kv
-    mask = step.mask(config.sliding_window, groups, hidden_RH.dtype)
     pair = state.draft_pool.pair(0, like_RHD, like_RHD)
-    layer = step.layer(*pair, gathers=state.graphs.compiled)._replace(mask=mask)
+    asked = heads // heads_kv, config.sliding_window
+    layer = step.layer(*pair, *asked, gathers=state.graphs.compiled)
     if state.graphs.compiled:  # a view would bring the sizes of its base along
         hidden_RH, token_R = hidden_RH.clone(), token_R.clone()
     out = state.graphs.draft(drafter, hidden_RH, token_R, step.position_R, layer)

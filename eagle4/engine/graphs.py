@@ -61,7 +61,8 @@ class Graphs:
 
     def __init__(self, compiled: bool = False):
         self.compiled = compiled
-        self.warm: set[str] = set()  # what `engine.warmup` has been through
+        # What `engine.warmup` has been through: "target" or "drafter", several sequences or one.
+        self.warm: set[tuple[str, bool]] = set()
         self.draft: Callable[..., DraftOutput] = _Compiled(draft) if compiled else draft
         self._propose = _Compiled(propose) if compiled else None
         # Without it the blocks keep their own forward.
@@ -127,9 +128,7 @@ def _own_code(function: Callable) -> Callable:
     Two models in one process then neither share nor exhaust each other's graphs.
     """
     code = function.__code__.replace()
-    copy = types.FunctionType(code, function.__globals__, function.__name__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
+    return types.FunctionType(code, function.__globals__, function.__name__)
 
 
 EAGER = Graphs()

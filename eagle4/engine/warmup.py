@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from tqdm.auto import tqdm
@@ -31,38 +32,30 @@ def warm_up(
 
     ``drafter`` is None for plain decoding. Call it where packed weights are active.
     """
-    cases = _cases(graphs, target, drafter, batch)
-    if not cases:
+    parts = ["target"] if drafter is None else ["target", "drafter"]
+    missing = [part for part in parts if (part, batch > 1) not in graphs.warm]
+    if not graphs.compiled or not missing:
         return
     start, before = time.perf_counter(), num_compiled()
+    rows, several, context = _sizes(target)
+    stage = Stage(target, drafter, several if batch > 1 else 1, context, graphs)
+    cases = [case for part in missing for case in _cases(stage, part, rows)]
     with torch.no_grad(), target.attached(run_block=graphs.block):
-        for name, case in tqdm(cases.items(), desc="compiling", disable=None, leave=False):
+        for case in tqdm(cases, desc="compiling", disable=None, leave=False):
             case()  # a pool's first forward finds out its widths, eagerly
             case()
-            graphs.warm.add(name)
+    graphs.warm.update((part, batch > 1) for part in missing)
     found, took = num_compiled() - before, time.perf_counter() - start
     logger.info("compiled %d graphs in %.1f s", found, took)
 
 
-def _cases(
-    graphs: Graphs, target: TargetAdapter, drafter: Eagle4Drafter | None, batch: int
-) -> dict[str, Callable[[], object]]:
-    if not graphs.compiled:
-        return {}
-    rows, several, context = _sizes(target)
-    size = 1 if batch == 1 else several
-    stage = Stage(target, drafter, size, context, graphs)
-    cases: dict[str, Callable[[], object]] = {
-        f"plain, {size} sequences": lambda: stage.verify(0),
-        f"verify, {size} sequences": lambda: stage.verify(rows - 1),
-    }
-    if drafter is not None:
-        cases |= {
-            f"one row, {size} sequences": lambda: stage.root(1, size),
-            f"rows, {size} sequences": lambda: stage.root(rows, size),
-            f"level, {size} sequences": lambda: stage.level(min(rows, drafter.num_proposable)),
-        }
-    return {name: case for name, case in cases.items() if name not in graphs.warm}
+def _cases(stage: Stage, part: str, rows: int) -> list[Callable[[], object]]:
+    """One row per sequence and several, in every function of the target or the drafter."""
+    if part == "target":
+        return [partial(stage.verify, 0), partial(stage.verify, rows - 1)]
+    size, widest = len(stage.state.sequences), stage.drafter.num_proposable
+    roots = [partial(stage.root, count, size) for count in (1, rows)]
+    return [*roots, partial(stage.level, min(rows, widest))]
 
 
 def _sizes(target: TargetAdapter) -> tuple[int, int, int]:

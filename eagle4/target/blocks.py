@@ -57,9 +57,8 @@ class _StandIn:
             if self.call is None or self.layer not in state.pool.layers:
                 return self._first(args, kwargs)
             key, value = state.pool.layers[self.layer]
-            window, groups = self.call.sliding_window, self.call.groups
-            mask = state.step.mask(window, groups, key.dtype)
-            own = state.step.layer(key, value, gathers=True)._replace(mask=mask)
+            asked = self.call.groups, self.call.sliding_window
+            own = state.step.layer(key, value, *asked, gathers=True)
             return run(self.block, args, kwargs | {KEYWORD: own})
 
         return forward

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from packed import store
 
 from eagle4.cache import KVPool
 
@@ -20,8 +21,8 @@ def filled(num_slots: int = 10) -> KVPool:
     pool = KVPool()
     pool.resize(num_slots)
     slots = torch.arange(num_slots)
-    pool.store(0, slots, rows(num_slots, seed=1), rows(num_slots, width=5, seed=2))
-    pool.store(5, slots, rows(num_slots, heads=1, seed=3), rows(num_slots, heads=1, seed=4))
+    store(pool, 0, slots, rows(num_slots, seed=1), rows(num_slots, width=5, seed=2))
+    store(pool, 5, slots, rows(num_slots, heads=1, seed=3), rows(num_slots, heads=1, seed=4))
     return pool
 
 
@@ -34,12 +35,12 @@ def test_rows_land_in_their_slots_and_nowhere_else():
     pool.resize(6)
     key, value = rows(3, seed=1), rows(3, width=5, seed=2)
     slots = torch.tensor([4, 0, 3])
-    stored = pool.store(0, slots, key, value)
+    stored = store(pool, 0, slots, key, value)
     assert stored[0] is pool.layers[0][0]
     for tensor, wanted in zip(stored, (key, value), strict=True):
         assert torch.equal(tensor[slots], wanted)
         assert not tensor[[1, 2, 5]].any(), "unwritten slots must be zeros, never NaN"
-    pool.store(0, torch.tensor([0]), 2 * key[:1], value[:1])
+    store(pool, 0, torch.tensor([0]), 2 * key[:1], value[:1])
     assert torch.equal(pool.layers[0][0][0], 2 * key[0])
     assert torch.equal(pool.layers[0][0][[4, 3]], key[[0, 2]])
 
@@ -48,7 +49,7 @@ def test_the_pool_does_not_keep_the_callers_tensors():
     pool = KVPool()
     pool.resize(2)
     key = rows(2)
-    pool.store(0, torch.arange(2), key, key)
+    store(pool, 0, torch.arange(2), key, key)
     kept = pool.layers[0][0].clone()
     key.zero_()
     assert torch.equal(pool.layers[0][0], kept) and torch.equal(pool.layers[0][1], kept)
@@ -91,7 +92,7 @@ def test_growing_keeps_everything_and_shrinking_does_nothing():
     assert pool.num_slots == 25
     assert grown == {layer: pair[0].data_ptr() for layer, pair in pool.layers.items()}
     # A layer that appears late has the size of the others.
-    pool.store(7, torch.tensor([24]), rows(1), rows(1))
+    store(pool, 7, torch.tensor([24]), rows(1), rows(1))
     assert len(pool.layers[7][0]) == 25
 
 

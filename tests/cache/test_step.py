@@ -15,7 +15,8 @@ import torch
 from packed import ancestry
 
 from eagle4.cache import KVPool, PageTable, Window, attend, build_step
-from eagle4.cache.layer import read, windowed
+from eagle4.cache.layer import read
+from eagle4.cache.step import windowed
 
 HEADS, HEADS_KV, WIDTH = 4, 2, 8
 PAGE = 8
@@ -171,7 +172,7 @@ def test_a_view_is_a_view():
     world.forward([chunk(0, 0, 3), chunk(1, 0, 5)], None)
     step, _, _ = world.forward([chunk(0, 3, 2), chunk(1, 5, 2)], None)
     stored = world.pool.layers[0][0]
-    seen = read(step.layer(stored, stored), stored)
+    seen = read(step.layer(stored, stored, groups=1), stored)
     assert seen.untyped_storage().data_ptr() == stored.untyped_storage().data_ptr()
 
 

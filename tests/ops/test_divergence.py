@@ -6,11 +6,7 @@ a GPU where there is one; it is compiled for GPUs that are not here.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
+import interpreted
 import pytest
 import torch
 
@@ -114,22 +110,8 @@ def test_bad_requests_are_named():
 
 
 def test_the_kernel_agrees_under_the_interpreter():
-    root = Path(__file__).resolve().parents[2]
     program = "from tests.ops.test_divergence import compare; print(compare('triton'))"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=root,
-        env={
-            **os.environ,
-            "TRITON_INTERPRET": "1",
-            "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}",
-        },
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.strip() == str(DONE)
+    assert interpreted.output(program) == str(DONE)
 
 
 @pytest.mark.parametrize("capability", [90, 100])

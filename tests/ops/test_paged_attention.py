@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from packed import ancestry
+from packed import ancestry, store
 
 from eagle4.cache import KVPool, PageTable, Window, attend, build_step
 from eagle4.ops import PagedView, pack_bits, paged_attention
@@ -228,7 +228,9 @@ def test_a_paged_step_reads_what_a_dense_step_reads(sliding):
         for sequence in range(3):
             table.ensure(sequence, size)
     pool.resize(table.num_slots)
-    pool.store(0, torch.arange(table.num_slots), *(_noise(noise, table.num_slots, 2) for _ in "kv"))
+    store(
+        pool, 0, torch.arange(table.num_slots), *(_noise(noise, table.num_slots, 2) for _ in "kv")
+    )
     windows = []
     for sequence, (prefix, width, offset) in enumerate([(11, 6, 2), (0, 1, 0), (20, 9, 3)]):
         seen = ancestry(random_parents(source, width))

@@ -6,13 +6,10 @@ kernel runs under the Triton interpreter in a process of its own, and on a GPU w
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 from typing import NamedTuple
 
+import interpreted
 import pytest
 import torch
 
@@ -192,22 +189,8 @@ def compare(cases: int, batch: int, device: str = "cpu") -> float:
 
 
 def test_the_kernel_agrees_under_the_interpreter():
-    root = Path(__file__).resolve().parents[2]
     program = "from tests.ops.test_tree_gdn import compare; print(compare(6, 1))"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=root,
-        env={
-            **os.environ,
-            "TRITON_INTERPRET": "1",
-            "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}",
-        },
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert float(done.stdout) < 16
+    assert float(interpreted.output(program)) < 16
 
 
 @pytest.mark.parametrize(
