@@ -25,7 +25,7 @@ from .engine.call import CACHE_KEYWORD, Eagle4Output
 from .engine.graphs import EAGER, CompileMode, Graphs, check_mode, is_compiled
 from .engine.home import HarnessHome
 from .engine.speculation import policy_and_draft
-from .engine.warmup import warm_up
+from .engine.warmup import shapes_of, warm_up
 from .harness import HarnessPolicy
 from .ops import PackedLinears
 from .pair import Eagle4PairConfig, check_complete, is_pair, speculative_defaults
@@ -266,7 +266,8 @@ class Eagle4ForCausalLM(TargetShell):
     def _run(self, request: Request, config: SpeculativeConfig | None, graphs: Graphs) -> Result:
         with self._packed.active() if self._packed is not None else nullcontext():
             drafter = None if config is None else self.drafter
-            warm_up(graphs, self.adapter, drafter, len(request.pads))
+            shapes = shapes_of(config, drafter, request.sampler is None)
+            warm_up(graphs, self.adapter, drafter, len(request.pads), shapes)
             policy, draft = self._speculation(config, request, graphs)
             with together.counted(self.adapter.vocab) as exchanged:
                 result = run(request, self.adapter, policy, draft, graphs)

@@ -4,7 +4,7 @@
 
 The same drafter layer with EAGLE-3's reduced head (32,000 rows), the target's full head, and the
 efficient head at two ranks, on a chain (1 row) and a tree level (4 rows): milliseconds of the head
-and its share of a drafter step. Weights are random where a kind needs its own: only time is
+and its share of a drafter level. Weights are random where a kind needs its own: only time is
 measured here, acceptance is `eagle4 bench`'s business. The last line is JSON.
 """
 
@@ -14,12 +14,13 @@ import argparse
 import json
 
 import torch
-from round_breakdown import interleaved, tree_step
+from round_breakdown import interleaved
 
 from eagle4 import Eagle4Config, Eagle4Drafter, demo
-from eagle4.cache import KVPool, PageTable, attend
+from eagle4.engine.parts import Stage
 from eagle4.evaluation.environment import describe_environment
 from eagle4.ops import PackedLinears
+from eagle4.target import TargetAdapter
 
 KINDS = {
     "reduced 32k": {"draft_vocab_size": 32000, "own_lm_head": True, "candidate_rank": 0},
@@ -37,20 +38,12 @@ def drafter_of(kind: str, target) -> Eagle4Drafter:
 
 
 def times(target, kind: str, widths: list[int], repeats: int) -> dict[str, float]:
-    """Milliseconds of the head and of the whole step."""
+    """Milliseconds of the head and of a whole level."""
     drafter, device = drafter_of(kind, target), target.device
-    table, pool = PageTable(1), KVPool()
-    table.ensure(0, 512)
-    pool.resize(table.num_slots)
+    stage = Stage(TargetAdapter(target, drafter.config.tap_layers), drafter, 1, 256)
 
     def step(width: int) -> None:
-        rows = tree_step(table, 256, width, device)
-        state = torch.zeros(width, drafter.config.hidden_size, device=device, dtype=drafter.dtype)
-        tokens = torch.arange(1, width + 1, device=device)
-        out = drafter(
-            state, tokens, rows.position_R, lambda q, k, v: attend(pool, 0, rows, q, k, v)
-        )
-        drafter.propose(out.head_RH, 4)
+        stage.level(width)
 
     def head(width: int) -> None:
         rows = torch.ones(width, drafter.config.hidden_size, device=device, dtype=drafter.dtype)

@@ -1,6 +1,6 @@
-"""Where a round's time goes: target forward by rows, drafter level by width, stages of a real run.
+"""Where a round's time goes: verification by rows, drafter level by width, stages of a real run.
 
-    python profiling/round_breakdown.py [--dtype auto] [--context 256] [--repeats 9]
+    python profiling/round_breakdown.py [--dtype auto] [--compile auto] [--context 256]
 
 Medians of interleaved repetitions, so a slow moment of the machine hits every row alike. With
 EAGLE4_PACK_WEIGHTS=0 the same script shows what packed CPU weights change. The last line is JSON.
@@ -13,11 +13,14 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
-from eagle4 import Eagle4Drafter, Eagle4ForCausalLM, demo
-from eagle4.cache import KVPool, PageTable, Window, attend, build_step
+from eagle4 import Eagle4Drafter, Eagle4ForCausalLM, SpeculativeConfig, demo
+from eagle4.engine.level import Shape
+from eagle4.engine.parts import Stage
+from eagle4.engine.warmup import warm_up
 from eagle4.evaluation.environment import describe_environment
 
 ROWS = (1, 2, 4, 8, 12, 17, 24, 32)
@@ -36,49 +39,22 @@ def interleaved(cases: dict[str, Callable[[], object]], repeats: int) -> dict[st
     return {name: round(1e3 * statistics.median(times), 2) for name, times in seconds.items()}
 
 
-def tree_step(table: PageTable, context: int, rows: int, device: torch.device):
-    """A chain of ``rows`` behind a committed context."""
-    position = torch.arange(context, context + rows, device=device)
-    visible = torch.ones(rows, rows, dtype=torch.bool, device=device).tril()
-    return build_step(table, [Window(0, context, 0, position, visible)], device)
-
-
-def target_by_rows(model: Eagle4ForCausalLM, context: int, repeats: int) -> dict[str, float]:
-    device = model.adapter.device
-    table, pool = PageTable(1), KVPool()
-    table.ensure(0, context + max(ROWS))
-    pool.resize(table.num_slots)
-    tokens = torch.arange(1, max(ROWS) + 1, device=device)
-    with model.adapter.attached():
-        cases = {
-            str(rows): lambda rows=rows: model.adapter.forward(
-                tokens[:rows], tree_step(table, context, rows, device), pool
-            )
-            for rows in ROWS
-        }
-        return interleaved(cases, repeats)
-
-
-def drafter_by_width(model: Eagle4ForCausalLM, context: int, repeats: int) -> dict[str, float]:
-    drafter, device = model.drafter, model.adapter.device
-    assert drafter is not None and model._packed is not None
-    table, pool = PageTable(1), KVPool()
-    table.ensure(0, context + max(WIDTHS))
-    pool.resize(table.num_slots)
-
-    def level(width: int) -> None:
-        step = tree_step(table, context, width, device)
-        state = torch.zeros(width, drafter.config.hidden_size, device=device, dtype=drafter.dtype)
-        tokens = torch.arange(1, width + 1, device=device)
-        out = drafter(
-            state, tokens, step.position_R, lambda q, k, v: attend(pool, 0, step, q, k, v)
-        )
-        drafter.propose(out.head_RH, 4)
-
-    with model.adapter.attached(), model._packed.active():
-        return interleaved(
-            {str(width): lambda width=width: level(width) for width in WIDTHS}, repeats
-        )
+def parts(model: Eagle4ForCausalLM, context: int, repeats: int) -> dict[str, dict[str, float]]:
+    """The target's verification by rows, a drafter level by width, and the ends of a draft."""
+    assert model.drafter is not None and model._packed is not None
+    graphs, shape = model.graphs(), Shape.of(SpeculativeConfig(top_k=max(WIDTHS)), model.drafter)
+    with model._packed.active():
+        warm_up(graphs, model.adapter, model.drafter, 1, [shape])
+        with model.adapter.attached(run_block=graphs.block):
+            stage = Stage(model.adapter, model.drafter, 1, context, graphs, shape)
+            rows = {str(n): partial(stage.verify, n - 1) for n in ROWS}
+            widths = {str(n): partial(stage.level, n) for n in WIDTHS}
+            ends = {"depth_0": partial(stage.root, 3), "finish": stage.finish}
+            return {
+                "verify_ms_by_rows": interleaved(rows, repeats),
+                "level_ms_by_width": interleaved(widths, repeats),
+                "draft_ends_ms": interleaved(ends, repeats),
+            }
 
 
 def stages(model: Eagle4ForCausalLM, tokenizer, repeats: int) -> dict[str, float]:
@@ -97,6 +73,7 @@ def stages(model: Eagle4ForCausalLM, tokenizer, repeats: int) -> dict[str, float
         "rounds": stats.rounds,
         "accept_length": round(stats.accept_length, 3),
         "draft_calls_per_round": round(stats.draft_calls / stats.rounds, 2),
+        "host_reads": dict(stats.host_reads),
     }
 
 
@@ -105,14 +82,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--compile", default="auto", choices=("auto", "on", "off"))
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=9)
     args = parser.parse_args()
     target, tokenizer = demo.smollm2(dtype=args.dtype, device=args.device)
-    model = Eagle4ForCausalLM(target, Eagle4Drafter.from_pretrained(demo.drafter_path()))
+    drafter = Eagle4Drafter.from_pretrained(demo.drafter_path())
+    model = Eagle4ForCausalLM(target, drafter, compile=args.compile)
     result = {
-        "target_ms_by_rows": target_by_rows(model, args.context, args.repeats),
-        "drafter_level_ms_by_width": drafter_by_width(model, args.context, args.repeats),
+        **parts(model, args.context, args.repeats),
         "round": stages(model, tokenizer, args.repeats),
         "dtype": str(model.adapter.dtype),
         "context": args.context,

@@ -12,7 +12,9 @@ from .mixing import convolve, mix
 from .pages import PageTable
 from .pool import KVPool
 from .recurrent import RecurrentPool, StateRows, StateShape
+from .scratch import Expanded, Scratch, make_scratch, scratch_layer
 from .step import AttentionStep, Window, attend, build_step
 
-__all__ = ["AttentionStep", "KVPool", "LayerStep", "PageTable", "RecurrentPool", "StateRows"]
-__all__ += ["StateShape", "Window", "attend", "attend_layer", "build_step", "convolve", "mix"]
+__all__ = ["AttentionStep", "Expanded", "KVPool", "LayerStep", "PageTable", "RecurrentPool"]
+__all__ += ["Scratch", "StateRows", "StateShape", "Window", "attend", "attend_layer", "build_step"]
+__all__ += ["convolve", "make_scratch", "mix", "scratch_layer"]

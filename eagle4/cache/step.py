@@ -163,8 +163,8 @@ def build_step(
         keys_in = unseen_BML, query_position_BM, no_keys_BL, (0, 0), None
         return AttentionStep(*rows_in, *keys_in, lineage, view, table.page_size)
     visible_BML, key_position_BL = _visibility(windows, most, longest, device)
-    run = _uniform_run(table, windows, longest)
-    slot_BL = None if run is not None else _gather_slots(table, windows, longest, device)
+    spanned = [(w.sequence, length) for w, length in zip(windows, lengths, strict=True)]
+    run, slot_BL = spans(table, spanned, longest, device)
     keys_in = visible_BML, query_position_BM, key_position_BL, run, slot_BL
     return AttentionStep(*rows_in, *keys_in, lineage)
 
@@ -192,9 +192,34 @@ def _visibility(windows: list[Window], most: int, longest: int, device: torch.de
     return visible_BML, key_position_BL
 
 
-def _uniform_run(table: PageTable, windows: list[Window], longest: int) -> tuple[int, int] | None:
-    """(start, stride) when all sequences are contiguous and equally spaced, in order."""
-    starts = [table.run_start(window.sequence) for window in windows]
+def spans(
+    table: PageTable,
+    spanned: list[tuple[int, int]],
+    longest: int,
+    device: torch.device,
+    gathers: bool = False,
+) -> tuple[tuple[int, int] | None, torch.Tensor | None]:
+    """How to read the first entries of every (sequence, entries): as a run, or by ``slot_BL``.
+
+    A run is (start, stride): all sequences are contiguous and equally spaced, in order. With
+    ``gathers`` only a sequence of its own is one.
+    """
+    run = None if gathers and len(spanned) > 1 else _uniform_run(table, spanned, longest)
+    if run is not None:
+        return run, None
+    most = -(-longest // table.page_size)
+    pages = [table.pages[sequence][:most] for sequence, _ in spanned]
+    # Whatever pads a sequence is never seen.
+    rows = torch.tensor([row + row[:1] * (most - len(row)) for row in pages], device=device)
+    offset = torch.arange(table.page_size, device=device)
+    slot_BPO = rows.unsqueeze(-1) * table.page_size + offset
+    return None, slot_BPO.flatten(1)[:, :longest].contiguous()
+
+
+def _uniform_run(
+    table: PageTable, spanned: list[tuple[int, int]], longest: int
+) -> tuple[int, int] | None:
+    starts = [table.run_start(sequence) for sequence, _ in spanned]
     if starts[0] is None or any(start is None for start in starts):
         return None
     if len(starts) == 1:
@@ -205,15 +230,6 @@ def _uniform_run(table: PageTable, windows: list[Window], longest: int) -> tuple
     if any(s != starts[0] + i * stride for i, s in enumerate(starts)):
         return None
     return (starts[0], stride)
-
-
-def _gather_slots(table: PageTable, windows: list[Window], longest: int, device: torch.device):
-    rows = []
-    for window in windows:
-        width = window.prefix + window.visible.shape[1]
-        slots = table.slots(window.sequence, 0, width)
-        rows.append(slots + [slots[0]] * (longest - width))
-    return torch.tensor(rows, device=device)
 
 
 def attend(

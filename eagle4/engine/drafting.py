@@ -16,7 +16,7 @@ from ..cache import AttentionStep, Window, build_step
 from ..drafter import DraftOutput, Eagle4Drafter
 from ..harness import Policy
 from ..types import Candidates, Drawn, Plan, Tree
-from .graphs import MAX_CANDIDATES
+from .level import MAX_CANDIDATES
 from .state import Sequence, State
 from .stats import SpeculationStats
 
@@ -219,17 +219,21 @@ def forward(
     stats: SpeculationStats,
 ) -> DraftOutput:
     """One drafter step on the draft pool."""
-    config = drafter.config
     heads, heads_kv = drafter.num_heads
-    like_RHD = hidden_RH.new_empty((0, heads_kv, config.head_dim))
-    pair = state.draft_pool.pair(0, like_RHD, like_RHD)
-    asked = heads // heads_kv, config.sliding_window
-    layer = step.layer(*pair, *asked, gathers=state.graphs.compiled)
+    asked = heads // heads_kv, drafter.config.sliding_window
+    layer = step.layer(*draft_pools(state, drafter), *asked, gathers=state.graphs.compiled)
     if state.graphs.compiled:  # a view would bring the sizes of its base along
         hidden_RH, token_R = hidden_RH.clone(), token_R.clone()
     out = state.graphs.draft(drafter, hidden_RH, token_R, step.position_R, layer)
     stats.draft_calls += 1
     return out
+
+
+def draft_pools(state: State, drafter: Eagle4Drafter) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of the drafter's layer."""
+    shape = 0, drafter.num_heads[1], drafter.config.head_dim
+    like_RHD = torch.empty(shape, dtype=drafter.dtype, device=state.device)
+    return state.draft_pool.pair(0, like_RHD, like_RHD)
 
 
 def propose(

@@ -18,7 +18,7 @@ from ..noise import Purpose
 from ..types import Drawn, Law, Plan, Tree
 from .adaptive import Lap
 from .drafting import DraftError, EagleDraft, catch_up, forward
-from .graphs import MAX_CANDIDATES
+from .level import MAX_CANDIDATES
 from .sampler import Sampler
 from .state import Sequence, State
 from .stats import SpeculationStats

@@ -1,11 +1,14 @@
 """Compiled forms of a round's functions: the only place with `torch.compile`.
 
-Three functions carry nearly all of a round's arithmetic and are compiled without graph breaks:
+These functions carry nearly all of a round's arithmetic and are compiled without graph breaks:
 
-    block    one decoder block of the target on packed rows; one graph serves all blocks (regional
-             compilation: a whole target takes as long to compile as it has blocks)
-    draft    the drafter's layer on the rows of one level, or on freshly verified rows
-    propose  the efficient head: low-rank scores, candidates, exact logits, log-probabilities
+    block      one decoder block of the target on packed rows; one graph serves all blocks (regional
+               compilation: a whole target takes as long to compile as it has blocks)
+    draft      the drafter's layer on freshly verified rows (depth 0)
+    propose    the efficient head: low-rank scores, candidates, exact logits, log-probabilities
+    open_tree  the first level and its decision
+    level      a whole further level: drafter, head, growth, survivals, the harness's decision
+    finish     the nodes to verify, as a tree
 
 Rows, contexts and batch sizes are symbolic, so trees of any shape share a graph; size 1 is the one
 special case, which PyTorch compiles apart (`engine.warmup` meets all cases before the first round).
@@ -23,37 +26,15 @@ from typing import Any, Literal, get_args
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
-from ..cache import LayerStep, attend_layer
 from ..drafter import DraftOutput, Eagle4Drafter
 from ..target.blocks import run_block
 from ..types import Candidates
+from . import level
 
 CompileMode = Literal["auto", "on", "off"]
-
-MAX_CANDIDATES = 128  # of a law that tokens are drawn from
+Opened = tuple[level.Canvas, torch.Tensor]
 
 logger = logging.getLogger("eagle4")
-
-
-def draft(
-    drafter: Eagle4Drafter,
-    hidden_RH: torch.Tensor,
-    token_R: torch.Tensor,
-    position_R: torch.Tensor,
-    step: LayerStep,
-) -> DraftOutput:
-    """One drafter step on packed rows; their K/V goes to the slots of ``step``."""
-
-    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        window = drafter.config.sliding_window
-        return attend_layer(step, query, key, value, sliding_window=window)
-
-    return drafter(hidden_RH, token_R, position_R, attention)
-
-
-def propose(drafter: Eagle4Drafter, head_RH: torch.Tensor) -> Candidates:
-    """As many of the drafter's candidates behind every row as anybody asks for, best first."""
-    return drafter.propose(head_RH, min(drafter.num_proposable, MAX_CANDIDATES))
 
 
 class Graphs:
@@ -61,12 +42,24 @@ class Graphs:
 
     def __init__(self, compiled: bool = False):
         self.compiled = compiled
-        # What `engine.warmup` has been through: "target" or "drafter", several sequences or one.
-        self.warm: set[tuple[str, bool]] = set()
-        self.draft: Callable[..., DraftOutput] = _Compiled(draft) if compiled else draft
-        self._propose = _Compiled(propose) if compiled else None
+        # What `engine.warmup` has been through, with several sequences or one.
+        self.warm: set[tuple[str | level.Shape, bool]] = set()
+        wrap = _Compiled if compiled else _as_it_is
+        self.draft: Callable[..., DraftOutput] = wrap(level.draft)
+        self.open_tree: Callable[..., Opened] = wrap(level.open_tree)
+        self.level: Callable[..., Opened] = wrap(level.level)
+        self.finish: Callable[..., level.Finished] = wrap(level.finish)
+        self._propose = _Compiled(level.propose) if compiled else None
         # Without it the blocks keep their own forward.
         self.block: Callable[..., Any] | None = _Compiled(run_block) if compiled else None
+
+    def decides_on(self, device: torch.device) -> bool:
+        """Whether the harness decides in tensor code there.
+
+        Eager tensor code on a CPU costs a millisecond per level more than the same decision in
+        Python; compiled, or on an accelerator, it spares the host a look at every score.
+        """
+        return self.compiled or device.type != "cpu"
 
     def propose(self, drafter: Eagle4Drafter, head_RH: torch.Tensor, width: int) -> Candidates:
         """The drafter's best ``width`` tokens behind every row."""
@@ -96,6 +89,10 @@ def is_compiled(mode: CompileMode, device: torch.device) -> bool:
 def num_compiled() -> int:
     """Graphs that this process has compiled so far, for telling a warm-up from a round."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def _as_it_is(function: Callable) -> Callable:
+    return function
 
 
 class _Compiled:

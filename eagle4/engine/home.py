@@ -28,6 +28,7 @@ from ..machine import cache_dir, device_name, package_version
 from ..parallel import Ranks
 from ..target import TargetAdapter
 from .graphs import EAGER, Graphs
+from .level import Shape
 from .measure import COARSE, Grid, measure
 from .parts import make_cases
 
@@ -75,7 +76,8 @@ class HarnessHome:
             assert found is not None
             return HarnessPolicy(config, *found)
         if self._profile is None or self._profile.table.fingerprint != here:
-            self._profile = self._find(here, target, drafter, num_tokens, graphs)
+            shape = Shape.of(config, drafter)
+            self._profile = self._find(here, target, drafter, num_tokens, graphs, shape)
             if self._profile is None:
                 return None
             self._saved_rounds = self._profile.experience.rounds
@@ -98,13 +100,14 @@ class HarnessHome:
         drafter: Eagle4Drafter,
         num_tokens: int,
         graphs: Graphs,
+        shape: Shape,
     ) -> Profile | None:
         path = profile_path(here)
         found = self._agreed(lambda: _profile_or_none(path, here))
         if found is not None or num_tokens < WORTH_TOKENS:
             return found
         logger.info("measuring the costs of this pair once (a few seconds)")
-        table = measure_pair(target, drafter, COARSE, here, graphs)
+        table = measure_pair(target, drafter, COARSE, here, graphs, shape)
         profile = self._agreed(lambda: Profile(table, Experience()))
         assert profile is not None
         self._save(profile)
@@ -153,14 +156,16 @@ def measure_pair(
     grid: Grid,
     here: dict[str, Any] | None = None,
     graphs: Graphs = EAGER,
+    shape: Shape | None = None,
 ) -> CostTable:
-    """Measure a pair; call it where packed weights are active."""
+    """Measure a pair; call it where packed weights are active. ``shape``: limits of its trees."""
     device, vocab = target.device, target.vocab
+    shape = shape or Shape.of(SpeculativeConfig(), drafter)
     # Ranks measure together, so they also stop together.
     agree = bool if vocab is None else lambda over: bool(vocab.ranks.first([over])[0])
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     with torch.no_grad(), target.attached(run_block=graphs.block):
-        cases = make_cases(target, drafter, grid, graphs)
+        cases = make_cases(target, drafter, grid, shape, graphs)
         here = here or fingerprint(target, drafter, graphs)
         return measure(cases, grid, here, synchronize, agree)
 

@@ -5,26 +5,35 @@ The same functions that a generation runs, on zero caches. Nothing is committed.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from transformers import LogitsProcessorList
 
 from .. import tree as trees
+from ..cache import Scratch
 from ..drafter import DraftOutput, Eagle4Drafter
+from ..harness.acceptance import Experience
+from ..harness.device_policy import device_book
 from ..target import TargetAdapter
 from ..types import Candidates, Tree
 from .adaptive import _probabilities, take
-from .drafting import catch_up, expand, propose, root_level
+from .drafting import catch_up, draft_pools, expand, propose, root_level
 from .graphs import EAGER, Graphs
+from .level import Canvas, Shape, Terms, start
 from .measure import Case, Grid
+from .on_device import scratch_of
 from .reference import empty_tree, verify
 from .state import State
 from .stats import SpeculationStats
 
 
 class Stage:
-    """A state of ``batch`` sequences with ``context`` committed tokens each."""
+    """A state of ``batch`` sequences with ``context`` committed tokens each.
+
+    ``shape``: limits of the trees where the device decides; without, or where it does not, drafts
+    are led by the host.
+    """
 
     def __init__(
         self,
@@ -33,6 +42,7 @@ class Stage:
         batch: int,
         context: int,
         graphs: Graphs = EAGER,
+        shape: Shape | None = None,
     ):
         self.target = target
         self.drafter: Eagle4Drafter = drafter  # type: ignore[assignment]  # plain parts need none
@@ -42,6 +52,9 @@ class Stage:
         for sequence in self.state.sequences:
             self.state.reserve(sequence, context + 640)
             sequence.kv_length = sequence.draft_length = context
+        self.decides = shape is not None and graphs.decides_on(target.device)
+        if shape is not None:
+            self.shape = shape
 
     def verify(self, nodes: int) -> None:
         """Root and a chain of ``nodes`` per sequence through the target, to the verdict."""
@@ -62,40 +75,77 @@ class Stage:
             zeros = torch.zeros(rows, taps, width, device=state.device, dtype=drafter.dtype)
             sequence.pending = [zeros]
         root = catch_up(state, sequences, drafter, SpeculationStats())
+        if self.decides:
+            terms = self._terms(num_sequences)
+            state.graphs.open_tree(drafter, root, terms, self.shape)[1].tolist()
+            return
         width = min(4, drafter.num_proposable)
         _probabilities(propose(state, sequences, drafter, root.head_RH, 1, width), num_sequences)
 
     def level(self, width: int) -> None:
         """One more drafter level of ``width`` nodes per sequence."""
-        batch = len(self.state.sequences)
-        size = (batch, self.drafter.config.hidden_size)
-        root = torch.zeros(size, device=self.state.device, dtype=self.drafter.dtype)
-        ones = torch.ones(batch, width, dtype=torch.int64, device=self.state.device)
-        growth = trees.start(Candidates(ones, -ones.float()), 2, width)
-        level = root_level(DraftOutput(root, root), width)
-        setting = self.state, self.state.sequences, self.drafter
+        state, drafter = self.state, self.drafter
+        batch = len(state.sequences)
+        if self.decides:
+            canvas, scratch, terms = self._canvas
+            setting = draft_pools(state, drafter), scratch, terms, self.shape, width
+            state.graphs.level(drafter, canvas, *setting)[1].tolist()
+            return
+        growth = trees.start(self._children(width), 2, width)
+        level = root_level(self._root, width)
+        setting = state, state.sequences, drafter
         _, _, candidates = expand(*setting, growth, level, width, SpeculationStats())
         _probabilities(candidates, batch)
 
     def finish(self) -> None:
         """Choosing and pruning."""
-        batch = len(self.state.sequences)
-        take(chain(batch, 16, self.state.device), [list(range(8))] * batch)
+        state, batch = self.state, len(self.state.sequences)
+        if self.decides:
+            canvas, _, terms = self._canvas
+            state.graphs.finish(canvas, terms, self.shape).chosen_BP.tolist()
+        else:
+            take(chain(batch, 16, state.device), [list(range(8))] * batch)
+
+    @property
+    def _root(self) -> DraftOutput:
+        size = (len(self.state.sequences), self.drafter.config.hidden_size)
+        zeros = torch.zeros(size, device=self.state.device, dtype=self.drafter.dtype)
+        return DraftOutput(zeros, zeros)
+
+    def _children(self, width: int) -> Candidates:
+        ones = torch.ones(len(self.state.sequences), width, dtype=torch.int64)
+        ones = ones.to(self.state.device)
+        return Candidates(ones, -ones.float())
+
+    @cached_property
+    def _canvas(self) -> tuple[Canvas, Scratch, Terms]:
+        state, shape = self.state, self.shape
+        terms = self._terms(len(state.sequences))
+        canvas, _ = start(self._root, self._children(shape.top_k), terms, shape)
+        return canvas, scratch_of(state, state.sequences, shape), terms
+
+    def _terms(self, batch: int) -> Terms:
+        """A token is worth a second and everything else is free."""
+        shape, device = self.shape, self.state.device
+        free = [0] * (shape.top_k + 1 + batch * shape.max_nodes + 1)
+        order = [shape.max_depth, 10**9, *[shape.max_depth] * batch, *free]
+        book = device_book(Experience().book(), device)
+        return Terms(torch.tensor(order, device=device), book)
 
 
 def make_cases(
-    target: TargetAdapter, drafter: Eagle4Drafter, grid: Grid, graphs: Graphs = EAGER
+    target: TargetAdapter, drafter: Eagle4Drafter, grid: Grid, shape: Shape, graphs: Graphs = EAGER
 ) -> dict:
     """``(kind, rows, context) -> callable`` for every point of a grid that the target can hold."""
     text = target.config
     longest = getattr(text, "max_position_embeddings", None) or 1 << 30
     most = max(grid.verify_rows)
     contexts = sorted({min(c, max(longest - most - 1, 1)) for c in grid.contexts})
-    widest = min(4, drafter.num_proposable)
+    widest = shape.top_k
     cases: dict[tuple[str, int, int], Case] = {}
     for context in contexts:
         stages = {
-            batch: Stage(target, drafter, batch, context, graphs)
+            batch: Stage(target, drafter, batch, context, graphs, shape)
             for batch in sorted(
                 {1, *grid.plain_batches, *(-(-r // widest) for r in grid.level_rows)}
             )

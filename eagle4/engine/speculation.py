@@ -14,6 +14,7 @@ from .drafting import Draft, EagleDraft
 from .drawing import TemplateDraft
 from .graphs import Graphs
 from .home import HarnessHome
+from .on_device import DeviceDraft
 
 
 def policy_and_draft(
@@ -38,7 +39,8 @@ def policy_and_draft(
         most = len(request.pads) * (request.max_length - request.input_ids.shape[1])
         policy = home.policy(config, target, drafter, most, graphs)
         if policy is not None:
-            draft = TemplateDraft if is_drawn else AdaptiveDraft
+            adaptive = DeviceDraft if graphs.decides_on(target.device) else AdaptiveDraft
+            draft = TemplateDraft if is_drawn else adaptive
             return policy, draft(drafter, policy)
     policy = FixedPolicy(config)
     draft = TemplateDraft if is_drawn else EagleDraft

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 
 @dataclass
 class SpeculationStats:
@@ -30,6 +32,7 @@ class SpeculationStats:
     accepted_per_round: list[list[int]] = field(default_factory=list)  # per round, per sequence
     fallbacks: Counter[str] = field(default_factory=Counter)  # reason -> count
     seconds: Counter[str] = field(default_factory=Counter)  # stage -> time
+    host_reads: Counter[str] = field(default_factory=Counter)  # what the host waited for -> times
     harness: dict[str, Any] | None = None  # what the harness decided; None without it
     exchange: dict[str, Any] | None = None  # what ranks sent each other; None on one process
     _drafted_depth: Counter[int] = field(default_factory=Counter)
@@ -63,6 +66,11 @@ class SpeculationStats:
             self._drafted_depth[depth] += 1
             self._accepted_depth[depth] += accepted >= depth
 
+    def read(self, name: str, value: torch.Tensor) -> list[Any]:
+        """``value`` as numbers: the host waits for the device."""
+        self.host_reads[name] += 1
+        return value.tolist()
+
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Add the time spent inside to ``seconds[name]`` (host time)."""
@@ -83,6 +91,7 @@ class SpeculationStats:
             "acceptance_by_depth": self.acceptance_by_depth,
             "fallbacks": dict(self.fallbacks),
             "seconds": dict(self.seconds),
+            "host_reads": dict(self.host_reads),
             "harness": self.harness,
             "exchange": self.exchange,
         }

@@ -9,38 +9,55 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Literal
 
 import torch
 from tqdm.auto import tqdm
 
+from ..config import SpeculativeConfig
 from ..drafter import Eagle4Drafter
 from ..target import TargetAdapter
 from .graphs import Graphs, num_compiled
+from .level import Shape
 from .parts import Stage
 
 logger = logging.getLogger("eagle4")
+
+Part = Literal["target", "drafter"] | Shape
 
 _PRIMES = (11, 13, 17, 19, 23, 29, 31, 37)
 
 
 def warm_up(
-    graphs: Graphs, target: TargetAdapter, drafter: Eagle4Drafter | None, batch: int
+    graphs: Graphs,
+    target: TargetAdapter,
+    drafter: Eagle4Drafter | None,
+    batch: int,
+    shapes: Sequence[Shape | None] = (None,),
 ) -> None:
     """Meet all cases of calls with ``batch`` sequences; returns at once where nothing is new.
 
-    ``drafter`` is None for plain decoding. Call it where packed weights are active.
+    ``drafter`` is None for plain decoding. ``shapes``: limits of trees that the device decides on;
+    None stands for drafts that the host leads. Call it where packed weights are active.
     """
-    parts = ["target"] if drafter is None else ["target", "drafter"]
+    parts: list[Part] = ["target"]
+    if drafter is not None:
+        parts += ["drafter" if shape is None else shape for shape in shapes]
     missing = [part for part in parts if (part, batch > 1) not in graphs.warm]
     if not graphs.compiled or not missing:
         return
     start, before = time.perf_counter(), num_compiled()
     rows, several, context = _sizes(target)
-    stage = Stage(target, drafter, several if batch > 1 else 1, context, graphs)
-    cases = [case for part in missing for case in _cases(stage, part, rows)]
-    with torch.no_grad(), target.attached(run_block=graphs.block):
+    several = several if batch > 1 else 1
+    cases = []
+    for part in missing:
+        shape = part if isinstance(part, Shape) else None
+        cases += _cases(Stage(target, drafter, several, context, graphs, shape), part, rows)
+    # Equal sizes are a coincidence, not a law to be guarded.
+    unequal = torch.fx.experimental._config.patch(use_duck_shape=False)
+    with torch.no_grad(), target.attached(run_block=graphs.block), unequal:
         for case in tqdm(cases, desc="compiling", disable=None, leave=False):
             case()  # a pool's first forward finds out its widths, eagerly
             case()
@@ -49,13 +66,29 @@ def warm_up(
     logger.info("compiled %d graphs in %.1f s", found, took)
 
 
-def _cases(stage: Stage, part: str, rows: int) -> list[Callable[[], object]]:
+def shapes_of(
+    config: SpeculativeConfig | None, drafter: Eagle4Drafter | None, is_greedy: bool
+) -> list[Shape | None]:
+    """What a call drafts with, for `warm_up`."""
+    if config is None or drafter is None:
+        return []
+    if not config.harness:
+        return [None]
+    shape = Shape.of(config, drafter)
+    return [shape] if is_greedy else [shape, None]
+
+
+def _cases(stage: Stage, part: Part, rows: int) -> list[Callable[[], object]]:
     """One row per sequence and several, in every function of the target or the drafter."""
     if part == "target":
         return [partial(stage.verify, 0), partial(stage.verify, rows - 1)]
     size, widest = len(stage.state.sequences), stage.drafter.num_proposable
     roots = [partial(stage.root, count, size) for count in (1, rows)]
-    return [*roots, partial(stage.level, min(rows, widest))]
+    if isinstance(part, str):
+        return [*roots, partial(stage.level, min(rows, widest))]
+    # A width that is neither 1 nor all of the frontier, where there is one.
+    widths = sorted({1, max(part.top_k - 1, min(part.top_k, 2))})
+    return [*roots, *(partial(stage.level, width) for width in widths), stage.finish]
 
 
 def _sizes(target: TargetAdapter) -> tuple[int, int, int]:

@@ -15,7 +15,7 @@ from . import outlook
 from .acceptance import Book, Experience
 from .cost import CostTable
 from .fixed_point import BITS, MOST_NS
-from .nodes import Nodes
+from .nodes import Drafted, Nodes
 from .outlook import Outlook, Outlooks, Shape
 from .policy import Prices
 from .regime import UNIT, Q, Regime
@@ -96,7 +96,7 @@ class HarnessPolicy:
     def begin_draft(self, limits: Sequence[int], probs: Sequence[Sequence[int]]) -> None:
         """The root's children, ``[B][top_k]`` probabilities in 2^-30."""
         self._nodes = (WideNodes if len(limits) > WIDE else Nodes)(limits, self.book)
-        self._prices = self._price(len(probs[0]))
+        self._prices = self.price(len(probs[0]))
         self.add_level([[-1]] * len(limits), probs)
 
     def add_level(self, frontier: Sequence[Sequence[int]], probs: Sequence[Sequence[int]]) -> None:
@@ -119,8 +119,21 @@ class HarnessPolicy:
         assert self._prices is not None, "begin_draft comes first"
         self._tokens = tokens
         self._chosen = self._nodes.choose(self._prices)
+        self._round.promised_q30 = self._nodes.promised(self._chosen)
         self._num_verified = sum(map(len, self._chosen))
         return self._chosen
+
+    def drafted(self, draft: Drafted, prices: Prices) -> None:
+        """A tree was drafted and chosen on the device, by `device_policy` at these ``prices``."""
+        self._prices, self._tokens, self._chosen = prices, draft.tokens, draft.chosen
+        self._nodes = nodes = Nodes(draft.limits, self.book)
+        for parents, probs in draft.levels:
+            nodes.add_level(parents, probs)
+            nodes.forecast_into(self.experience)
+        done = self._round
+        done.depth, done.promised_q30 = nodes.depth, draft.promised_q30
+        done.decisions += enumerate(draft.decisions, start=1)
+        self._num_verified = draft.num_chosen
 
     def shape_of_draws(self, acceptance: Sequence[Sequence[float]]) -> tuple[int, int]:
         """Depth and nodes per sequence of a tree that is going to be drawn.
@@ -178,10 +191,8 @@ class HarnessPolicy:
 
     def _learn(self, tokens: Sequence[Sequence[int]]) -> None:
         done, nodes = self._round, self._nodes
-        for b, committed in enumerate(tokens):
-            own = self._tokens[b] if self._tokens else []
+        for b, (own, committed) in enumerate(zip(self._tokens, tokens, strict=False)):
             nodes.learn(b, own, committed, self.experience, self.config.request_class)
-        done.promised_q30 = nodes.promised(self._chosen)
         accepted = (done.tokens - len(tokens)) << BITS
         self._accepted += accepted - (self._accepted >> 5)
         self._promised += done.promised_q30 - (self._promised >> 5)
@@ -210,7 +221,8 @@ class HarnessPolicy:
 
     # -- prices ----------------------------------------------------------------------------------
 
-    def _price(self, top_k: int) -> Prices:
+    def price(self, top_k: int) -> Prices:
+        """What this round's decisions cost, for levels of up to ``top_k`` nodes."""
         load, cost = self._load, self.table.cost_ns
         batch, context = load.num_sequences, load.context
         regime = self._regimes[_size(load)]

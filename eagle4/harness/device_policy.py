@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ..ops import best_offer, choose_nodes
+from ..ops.next_level import FORBIDDEN
 from .acceptance import Book
 from .fixed_point import BITS, CELLS, DEPTHS, KNOTS, ONE
 from .policy import HORIZONS
@@ -53,10 +54,10 @@ def quantise(logp: torch.Tensor) -> torch.Tensor:
 
 
 def survivals(
-    parent_ZBK: torch.Tensor, prob_ZBKJ: torch.Tensor, depth: int, book: DeviceBook
+    parent_ZBK: torch.Tensor, prob_ZBKJ: torch.Tensor, depth: torch.Tensor, book: DeviceBook
 ) -> torch.Tensor:
-    """Survivals ``[Z, B, K, J]`` of children at ``depth``."""
-    curve_K = book.accept_DK[min(depth, DEPTHS) - 1]
+    """Survivals ``[Z, B, K, J]`` of children at ``depth`` (int64, 0-d)."""
+    curve_K = _row(book.accept_DK, depth.clamp_max(DEPTHS) - 1)
     cell = _cell(prob_ZBKJ, book)
     start, end = book.knots_K[cell], book.knots_K[cell + 1]
     low, high = curve_K[cell], curve_K[cell + 1]
@@ -69,8 +70,8 @@ def next_level(
     pool_ZBP: torch.Tensor,
     frontier_ZBK: torch.Tensor,
     prob_ZBK: torch.Tensor,
-    depth: int,
-    max_depth: int,
+    depth: torch.Tensor,
+    max_depth: torch.Tensor,
     min_width: int,
     top_k: int,
     max_nodes: int,
@@ -78,20 +79,19 @@ def next_level(
     prices: DevicePrices,
     impl: str = "auto",
 ) -> DeviceDecision:
-    """Twin of `policy.next_level`; depths, widths and counts are static.
+    """Twin of `policy.next_level`; widths and counts are static, depths int64 scalars (0-d).
 
     ``impl="triton"`` sorts and prices in a kernel (at most `ops.next_level.MOST_BLOCK` nodes).
     """
-    zero_Z = torch.zeros_like(prices.token_ns_Z)
-    if depth >= max_depth:
-        return DeviceDecision(zero_Z.bool(), zero_Z, zero_Z)
     drafted_ZM = pool_ZBP.topk(min(max_nodes, pool_ZBP.shape[2]), dim=2).values.flatten(1)
-    expected = book.forecast_DCR[min(depth, DEPTHS)][_cell(prob_ZBK, book)][..., :top_k]
+    forecast_CR = _row(book.forecast_DCR, depth.clamp_max(DEPTHS))
+    expected = forecast_CR[_cell(prob_ZBK, book)][..., :top_k]
     child_ZBKJ = (frontier_ZBK.unsqueeze(-1) * expected) >> BITS
-    horizons = tuple(h for h in HORIZONS if depth + h <= max_depth)
-    path_ZBH = _path(child_ZBKJ[:, :, 0, 0], depth, max(horizons, default=1), book)
+    path_ZBH = _path(child_ZBKJ[:, :, 0, 0], depth, book)
+    offer_ns_ZO = _offers(prices.level_ns_ZW, frontier_ZBK.shape[2], min_width, max_depth - depth)
     gain_Z, width_Z = best_offer(
-        drafted_ZM, child_ZBKJ, path_ZBH, *prices, min_width, horizons, impl
+        *(drafted_ZM, child_ZBKJ, path_ZBH, prices.token_ns_Z, prices.verify_ns_ZR, offer_ns_ZO),
+        *(min_width, HORIZONS, impl),
     )
     return DeviceDecision(gain_Z > 0, width_Z, gain_Z)
 
@@ -108,10 +108,30 @@ def _cell(prob: torch.Tensor, book: DeviceBook) -> torch.Tensor:
     return place.clamp(0, CELLS - 1)
 
 
-def _path(best_ZB: torch.Tensor, depth: int, horizon: int, book: DeviceBook) -> torch.Tensor:
-    """Survivals ``[Z, B, horizon - 1]`` along the best child's line, below the child."""
-    nodes, last_ZB = [best_ZB.new_zeros((*best_ZB.shape, 0))], best_ZB
-    for below in range(depth + 2, depth + horizon + 1):
-        last_ZB = (last_ZB * book.chain_D[min(below, len(book.chain_D) - 1)]) >> BITS
+def _row(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """``table[index]`` without reading the index on the host."""
+    return table.index_select(0, index.reshape(1)).squeeze(0)
+
+
+def _offers(
+    level_ns_ZW: torch.Tensor, width: int, min_width: int, levels_left: torch.Tensor
+) -> torch.Tensor:
+    """What the levels of every offer cost, ``[Z, O]``; too deep ones are forbidden."""
+    costs = [level_ns_ZW[:, min_width : width + 1]]
+    costs += [levels * level_ns_ZW[:, min_width, None] for levels in HORIZONS]
+    cost_ZO = torch.cat(costs, dim=1)
+    place_O = torch.arange(cost_ZO.shape[1], device=cost_ZO.device)
+    levels_O = torch.ones_like(place_O)
+    for i, levels in enumerate(reversed(HORIZONS), start=1):
+        levels_O = torch.where(place_O == cost_ZO.shape[1] - i, levels, levels_O)
+    return torch.where(levels_O <= levels_left, cost_ZO, FORBIDDEN)
+
+
+def _path(best_ZB: torch.Tensor, depth: torch.Tensor, book: DeviceBook) -> torch.Tensor:
+    """Survivals ``[Z, B, max(HORIZONS) - 1]`` along the best child's line, below the child."""
+    nodes, last_ZB = [], best_ZB
+    for below in range(2, max(HORIZONS) + 1):
+        chain = _row(book.chain_D, (depth + below).clamp_max(book.chain_D.shape[0] - 1))
+        last_ZB = (last_ZB * chain) >> BITS
         nodes.append(last_ZB.unsqueeze(-1))
     return torch.cat(nodes, dim=-1)

@@ -7,11 +7,26 @@ side, best child first. Survival is 0 where a node may not be verified.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from . import policy
 from .acceptance import Book, Experience
 from .fixed_point import ONE
 from .policy import Decision, Prices, survivals
+
+TAUGHT = 32  # sequences of a round that calibration learns from
+
+
+class Drafted(NamedTuple):
+    """What a device that decided alone tells afterwards, of the first `TAUGHT` sequences."""
+
+    limits: Sequence[int]
+    levels: list[tuple[list[list[int]], list[list[int]]]]  # of each: `Nodes.add_level`'s arguments
+    decisions: list[Decision]
+    tokens: list[list[int]]  # of all nodes
+    chosen: list[list[int]]
+    num_chosen: int  # of all sequences
+    promised_q30: int  # of all sequences
 
 
 class Nodes:

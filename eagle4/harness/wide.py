@@ -10,10 +10,8 @@ from . import device_policy
 from .acceptance import Book, Experience
 from .device_policy import DevicePrices
 from .fixed_point import ONE
-from .nodes import Nodes
+from .nodes import TAUGHT, Nodes
 from .policy import Decision, Prices
-
-TAUGHT = 32  # sequences of a round that calibration learns from
 
 
 class WideNodes:
@@ -42,7 +40,7 @@ class WideNodes:
         survival = device_policy.survivals(
             parent_BW[None],
             prob_BC.unflatten(1, (-1, self.top_k))[None],
-            self.depth,
+            torch.tensor(self.depth),
             self._device_book,
         )
         self._prob_BP = torch.cat([self._prob_BP, prob_BC], dim=1)
@@ -53,16 +51,14 @@ class WideNodes:
         self, frontier: Sequence[Sequence[int]], max_depth: int, is_tree: bool, prices: Prices
     ) -> Decision:
         """As `Nodes.next_level`."""
-        if self.depth >= max_depth:
-            return Decision(False, 0, 0)
         frontier_BK = torch.as_tensor(frontier)
         width = frontier_BK.shape[1]
         found = device_policy.next_level(
             self._survival_BP[None],
             self._survival_BP.gather(1, frontier_BK)[None],
             self._prob_BP.gather(1, frontier_BK)[None],
-            self.depth,
-            max_depth,
+            torch.tensor(self.depth),
+            torch.tensor(max_depth),
             width if is_tree else 1,
             self.top_k,
             prices.max_nodes,

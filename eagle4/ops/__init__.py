@@ -18,7 +18,7 @@ from .input_stage import normed_linear
 from .move_rows import move_rows, row_addresses
 from .next_level import best_offer, choose_nodes
 from .packing import PackedLinears
-from .paged_attention import PagedView, paged_attention
+from .paged_attention import PagedView, paged_attention, window_visible
 from .precision import has_fast_bf16
 from .prune import prune
 from .rejection import rejection_rows
@@ -33,4 +33,4 @@ __all__ += ["coupled_rows", "fold_visible", "grow_level", "has_fast_bf16", "has_
 __all__ += ["move_rows", "normed_linear", "pack_bits", "paged_attention", "prune"]
 __all__ += ["rejection_rows", "row_addresses", "small_linear", "tree_attention", "unpack_bits"]
 __all__ += ["TreePaths", "advance_gdn_", "chain_conv", "conv_sources", "divergence"]
-__all__ += ["tree_conv", "tree_gdn"]
+__all__ += ["tree_conv", "tree_gdn", "window_visible"]

@@ -18,6 +18,7 @@ from .sizes import power_of_2
 BITS = 30
 INDEX_BITS = 20  # nodes of a batch at most: 2^20; survivals take 31 more bits
 MOST_BLOCK = 8192  # nodes that one kernel program sorts
+FORBIDDEN = 1 << 60  # ns, more than any offer is worth
 
 
 def best_offer(
@@ -26,7 +27,7 @@ def best_offer(
     path_ZBH: torch.Tensor,
     token_ns_Z: torch.Tensor,
     verify_ns_ZR: torch.Tensor,
-    level_ns_ZW: torch.Tensor,
+    offer_ns_ZO: torch.Tensor,
     min_width: int,
     horizons: tuple[int, ...],
     impl: str = "auto",
@@ -36,30 +37,31 @@ def best_offer(
     ``drafted_ZM``: survivals of drafted nodes; ``child_ZBKJ``: expected survivals of the children
     of K frontier nodes; ``path_ZBH``: of the best child's line, one entry per level from the second
     on. Offers in order: widths ``min_width..K`` for one level, then ``horizons`` levels along the
-    line at ``min_width``. ``level_ns_ZW``: a level by width. All int64, survivals in 2^-30.
+    line at ``min_width``. ``offer_ns_ZO``: what the levels of every offer cost; `FORBIDDEN` for one
+    that must not be made. All int64, survivals in 2^-30.
     """
     nodes = drafted_ZM.shape[1] + child_ZBKJ[0].numel() + path_ZBH[0].numel()
     if wants_triton(impl, drafted_ZM, fits=lambda: nodes <= MOST_BLOCK):
         from .triton.next_level import best_offer as kernel
 
         return kernel(
-            *(drafted_ZM, child_ZBKJ, path_ZBH, token_ns_Z, verify_ns_ZR, level_ns_ZW),
+            *(drafted_ZM, child_ZBKJ, path_ZBH, token_ns_Z, verify_ns_ZR, offer_ns_ZO),
             min_width,
             horizons,
         )
     now_Z = best_worth(drafted_ZM, token_ns_Z, verify_ns_ZR)
     gain_Z = width_Z = torch.zeros_like(token_ns_Z)
     offers = [
-        (width, 1, child_ZBKJ[:, :, :width].flatten(1))
+        (width, child_ZBKJ[:, :, :width].flatten(1))
         for width in range(min_width, child_ZBKJ.shape[2] + 1)
     ]
     for horizon in horizons:
         line = torch.cat([child_ZBKJ[:, :, 0], path_ZBH[..., : horizon - 1]], dim=-1)
-        offers.append((min_width, horizon, line.flatten(1)))
-    for width, levels, added_ZM in offers:
+        offers.append((min_width, line.flatten(1)))
+    for number, (width, added_ZM) in enumerate(offers):
         both_ZM = torch.cat([drafted_ZM, added_ZM], dim=1)
         offer_Z = best_worth(both_ZM, token_ns_Z, verify_ns_ZR) - now_Z
-        offer_Z = offer_Z - levels * level_ns_ZW[:, width]
+        offer_Z = offer_Z - offer_ns_ZO[:, number]
         is_better_Z = offer_Z > gain_Z
         gain_Z = torch.where(is_better_Z, offer_Z, gain_Z)
         width_Z = torch.where(is_better_Z, width, width_Z)

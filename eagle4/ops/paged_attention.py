@@ -77,18 +77,35 @@ def _slots(view: PagedView, page_size: int) -> torch.Tensor:
 
 def _visible(view: PagedView, length: int, sliding_window: int | None) -> torch.Tensor:
     """What every row sees of every entry, ``[B, M, L]``."""
-    index_L = torch.arange(length, device=view.prefix_B.device)
-    place_BL = index_L - view.prefix_B.unsqueeze(1)
-    rows, window = view.bits_BMX.shape[1], view.window_position_BW.shape[1]
+    member_BMW = unpack_bits(view.bits_BMX, view.window_position_BW.shape[1])
+    where = view.query_position_BM, view.window_position_BW
+    return window_visible(view.prefix_B, member_BMW, *where, length, sliding_window)
+
+
+def window_visible(
+    prefix_B: torch.Tensor,
+    member_BMW: torch.Tensor,
+    query_position_BM: torch.Tensor,
+    window_position_BW: torch.Tensor,
+    length: int,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """bool ``[B, M, length]``: the committed prefix, then the members of the window behind it.
+
+    A row at position p sees what its sliding window leaves of both; committed entry l has
+    position l.
+    """
+    index_L = torch.arange(length, device=prefix_B.device)
+    place_BL = index_L - prefix_B.unsqueeze(1)
+    rows, window = member_BMW.shape[1:]
     inside_BL = (place_BL >= 0) & (place_BL < window)
     place_BL = place_BL.clamp(0, window - 1)
-    member_BMW = unpack_bits(view.bits_BMX, window)
     seen_BML = member_BMW.gather(2, place_BL.unsqueeze(1).expand(-1, rows, -1))
-    is_prefix_BL = index_L < view.prefix_B.unsqueeze(1)
+    is_prefix_BL = index_L < prefix_B.unsqueeze(1)
     visible_BML = torch.where(inside_BL.unsqueeze(1), seen_BML, is_prefix_BL.unsqueeze(1))
     if sliding_window is not None:
-        position_BL = view.window_position_BW.gather(1, place_BL)
+        position_BL = window_position_BW.gather(1, place_BL)
         position_BL = torch.where(inside_BL, position_BL, index_L)
-        distance_BML = view.query_position_BM.unsqueeze(-1) - position_BL.unsqueeze(1)
+        distance_BML = query_position_BM.unsqueeze(-1) - position_BL.unsqueeze(1)
         visible_BML = visible_BML & (distance_BML < sliding_window)
     return visible_BML

@@ -62,7 +62,7 @@ def extend(growth: Growth, candidates: Candidates, top_k: int) -> Growth:
     pool, frontier_BK, depth, _ = growth
     children = candidates.token_RK.numel() // len(frontier_BK)
     first = int(pool.count_B[0])
-    best_BK = grow_level(pool, frontier_BK, candidates, depth + 1, top_k)
+    best_BK = grow_level(pool, frontier_BK, candidates, top_k)
     grown = pool._replace(count_B=pool.count_B + children)
     return Growth(grown, first + best_BK, depth + 1, first)
 

@@ -26,7 +26,7 @@ def cases(setup: Setup) -> Iterator[Case]:
             candidates = Candidates(setup.integers(999, batch * top_k, top_k), logp)
 
             def run(impl: str, pool=pool, frontier=frontier, candidates=candidates, k=top_k):
-                return grow_level(pool, frontier, candidates, 2, k, impl)
+                return grow_level(pool, frontier, candidates, k, impl)
 
             written = size_of(*candidates) * 2 + size_of(frontier) * 2
             yield Case(f"B{batch} top_k {top_k}", written, run)

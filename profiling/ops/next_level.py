@@ -21,8 +21,8 @@ def cases(setup: Setup) -> Iterator[Case]:
         path = setup.integers(1 << 26, 1, batch, 3)
         token = torch.full((1,), 1_000_000, device=device)
         verify = torch.arange(batch * 64 + 1, device=device).unsqueeze(0) * 1000
-        level = torch.arange(5, device=device).unsqueeze(0) * 10_000
-        prices = token, verify, level
+        offers = torch.arange(6, device=device).unsqueeze(0) * 10_000
+        prices = token, verify, offers
 
         def offer(impl: str, tensors=(drafted, children, path, *prices)):
             return best_offer(*tensors, 1, (2, 4), impl)

@@ -23,6 +23,8 @@ from eagle4.engine import graphs as graphs_module
 from eagle4.engine.drafting import EagleDraft
 from eagle4.engine.graphs import EAGER, Graphs, num_compiled
 from eagle4.engine.home import fingerprint
+from eagle4.engine.level import Shape
+from eagle4.engine.on_device import DeviceDraft
 from eagle4.engine.reference import prefill, verify
 from eagle4.engine.state import State
 from eagle4.engine.stats import SpeculationStats
@@ -31,6 +33,7 @@ from eagle4.harness import FixedPolicy
 from eagle4.target import TargetAdapter
 from eagle4.types import Load, Tree
 from tests.engine.compare import prompt
+from tests.engine.test_on_device import Moody
 
 needs_compiler = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="Inductor needs a C++ compiler"
@@ -52,8 +55,10 @@ class Pair:
             self.target.get_input_embeddings(), self.target.get_output_embeddings()
         ).eval()
         self.compiled = Graphs(compiled=True)
+        self.config = SpeculativeConfig(max_depth=5)
+        shapes = [None, Shape.of(self.config, self.drafter)]
         for batch in (1, 2):
-            warm_up(self.compiled, self.adapter, self.drafter, batch)
+            warm_up(self.compiled, self.adapter, self.drafter, batch, shapes)
         self.num_warm = num_compiled()
 
     @torch.no_grad()
@@ -82,6 +87,16 @@ class Pair:
         limits = [config.max_depth] * len(state.sequences)
         plan = policy.plan(Load(len(state.sequences)))
         return draft(state, state.sequences, plan, limits, SpeculationStats())
+
+    @torch.no_grad()
+    def decided(self, state: State, seed: int) -> tuple[Tree, SpeculationStats]:
+        """A draft that the device decides on, at random prices."""
+        policy = Moody(self.config, seed)
+        plan = policy.plan(Load(len(state.sequences), 20))
+        limits = [policy.random.randint(1, 5) for _ in state.sequences]
+        stats = SpeculationStats()
+        draft = DeviceDraft(self.drafter, policy)
+        return draft(state, state.sequences, plan, limits, stats), stats
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +149,8 @@ def test_nothing_is_compiled_after_the_warm_up(pair):
             for top_k in (1, 2, 3, 4):
                 state = pair.prefilled(lengths, source.randrange(1 << 30), pair.compiled)
                 pair.drafted(state, SpeculativeConfig(max_depth=3, top_k=top_k, harness=False))
+                state = pair.prefilled(lengths, source.randrange(1 << 30), pair.compiled)
+                pair.decided(state, source.randrange(1 << 30))
             for _ in range(count):
                 pair.verified(state, random_tree(source, batch))
 
@@ -183,6 +200,27 @@ def test_compiled_drafts_equal_eager_drafts(pair):
                 assert torch.equal(a, b)
         keys = [state.draft_pool.layers[0][0] for state in states]
         torch.testing.assert_close(*keys, **TOLERANCE)
+
+
+@needs_compiler
+def test_compiled_levels_decide_and_draft_like_eager_ones(pair):
+    """Trees, decisions (as many levels, as many looks) and the draft cache at random prices."""
+    source, levels = random.Random(3), 0
+    for _ in range(60):
+        lengths = [source.randint(3, 40) for _ in range(source.choice([1, 1, 2, 3]))]
+        seed, prices = source.randrange(1 << 30), source.randrange(1 << 30)
+        states = [pair.prefilled(lengths, seed, g) for g in (EAGER, pair.compiled)]
+        (one, reads), (other, other_reads) = (pair.decided(state, prices) for state in states)
+        assert reads.host_reads == other_reads.host_reads
+        levels += reads.host_reads["width"] - 1
+        torch.testing.assert_close(one.score_BN, other.score_BN, **TOLERANCE)
+        for a, b in zip(one, other, strict=True):
+            if not a.is_floating_point():
+                assert torch.equal(a, b)
+        keys = [state.draft_pool.layers[0][0] for state in states]
+        torch.testing.assert_close(*keys, **TOLERANCE)
+    assert levels > 60
+    assert num_compiled() == pair.num_warm
 
 
 @needs_compiler

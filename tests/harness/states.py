@@ -25,6 +25,10 @@ class Shape:
         self.max_depth = rng.choice((self.depth, self.depth + 1, self.depth + 3, 12))
         self.min_width = rng.choice((1, self.width))
 
+    def depths(self, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+        """Depth and limit as the tensor twin takes them."""
+        return torch.tensor(self.depth, device=device), torch.tensor(self.max_depth, device=device)
+
 
 def random_book(rng: random.Random) -> Book:
     """Monotone acceptance, any forecast."""

@@ -121,10 +121,12 @@ def compare(count: int, per_shape: int, seed: int) -> int:
         device_book = device_policy.device_book(book)
         limits = (shape.depth, shape.max_depth, shape.min_width, shape.top_k)
         found = device_policy.next_level(
-            pool, frontier, probs, *limits, shape.max_nodes, device_book, device_prices
+            *(pool, frontier, probs, *shape.depths(), shape.min_width, shape.top_k),
+            *(shape.max_nodes, device_book, device_prices),
         )
         chosen = device_policy.choose(pool, shape.max_nodes, device_prices)
-        child = device_policy.survivals(frontier, probs.unsqueeze(-1), shape.depth, device_book)
+        depth = torch.tensor(shape.depth)
+        child = device_policy.survivals(frontier, probs.unsqueeze(-1), depth, device_book)
         lists = [t.tolist() for t in (pool, frontier, probs, *found, child)]
         for z in range(per_shape):
             own_pool, own_frontier, own_probs, go, width, gain, own_child = (t[z] for t in lists)
@@ -153,9 +155,10 @@ def test_the_twin_compiles_without_a_break():
     shape = Shape(random.Random(3))
     book = device_policy.device_book(random_book(random.Random(3)))
     pool, frontier, probs, cost = random_states(torch.Generator().manual_seed(3), shape, 2)
+    depths = torch.tensor(1), torch.tensor(12)
 
     def both(pool, frontier, probs, cost):
-        level = device_policy.next_level(pool, frontier, probs, 1, 12, 1, 2, 8, book, cost)
+        level = device_policy.next_level(pool, frontier, probs, *depths, 1, 2, 8, book, cost)
         return level, device_policy.choose(pool, 8, cost)
 
     compiled = torch.compile(both, fullgraph=True, backend="eager")

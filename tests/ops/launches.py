@@ -169,7 +169,7 @@ def tree(top_k: int = 4, nodes: int = 16, capacity: int = 180) -> None:
 
     children = empty(2 * top_k, top_k)
     logp = empty(2 * top_k, top_k, dtype=torch.float32)
-    grow_level(columns(capacity), empty(2, top_k), Candidates(children, logp), 3, top_k)
+    grow_level(columns(capacity), empty(2, top_k), Candidates(children, logp), top_k)
     prune(columns(capacity), nodes, empty(2))
     ancestor_words(empty(2, nodes))
     matrix = empty(2, nodes, nodes, dtype=torch.bool)

@@ -29,27 +29,25 @@ def level(seed: int, batch: int, width: int, per_node: int, drafted: int, capaci
     return pool, frontier, Candidates(torch.randint(0, 999, shape, generator=noise), logp)
 
 
-def grown(impl: str, device, pool, frontier, candidates, depth: int, top_k: int):
+def grown(impl: str, device, pool, frontier, candidates, top_k: int):
     pool = Tree(*(column.clone().to(device) for column in pool))
     candidates = Candidates(*(part.to(device) for part in candidates))
-    order = grow_level(pool, frontier.to(device), candidates, depth, top_k, impl)
+    order = grow_level(pool, frontier.to(device), candidates, top_k, impl)
     return [part.cpu() for part in (*pool, order)]
 
 
 def test_the_reference_by_hand():
     inf = float("inf")
-    columns = torch.zeros(1, 6, dtype=torch.int64)
+    columns = torch.tensor([[0, 4, 0, 0, 0, 0]])
     score = torch.tensor([[-1.0, -2.0, -inf, -inf, -inf, -inf]])
-    pool = Tree(columns, columns - 1, columns, score, torch.tensor([2]))
+    pool = Tree(columns * 0, columns * 0 - 1, columns, score, torch.tensor([2]))
     candidates = Candidates(
         torch.tensor([[11, 12], [13, 14]]), torch.tensor([[-3.0, 0.1], [-0.5, -2.0]])
     )
     frontier = torch.tensor([[1, 0]])
-    token, parent, depth, score, count, order = grown(
-        "torch", "cpu", pool, frontier, candidates, 2, 3
-    )
+    token, parent, depth, score, count, order = grown("torch", "cpu", pool, frontier, candidates, 3)
     assert token[0].tolist() == [0, 0, 11, 12, 13, 14]
-    assert parent[0].tolist() == [-1, -1, 1, 1, 0, 0] and depth[0].tolist() == [0, 0, 2, 2, 2, 2]
+    assert parent[0].tolist() == [-1, -1, 1, 1, 0, 0] and depth[0].tolist() == [0, 4, 5, 5, 1, 1]
     assert score[0].tolist() == [-1, -2, -5, -2, -1.5, -3] and count.tolist() == [2]
     assert order.tolist() == [[2, 1, 3]]
 
@@ -63,8 +61,8 @@ def test_the_reference_by_hand():
 def test_the_kernel_grows_the_same_level(seed, batch, width, per_node, top_k):
     drafted = width + seed
     state = level(seed, batch, width, per_node, drafted, drafted + width * per_node + seed % 2)
-    reference = grown("torch", "cpu", *state, 3, top_k)
-    for before, after in zip(reference, grown("triton", DEVICE, *state, 3, top_k), strict=True):
+    reference = grown("torch", "cpu", *state, top_k)
+    for before, after in zip(reference, grown("triton", DEVICE, *state, top_k), strict=True):
         assert torch.equal(before, after)
 
 
@@ -73,4 +71,4 @@ def test_the_operator_is_well_declared():
     pool, frontier, candidates = level(0, 2, 2, 3, 4, 12)
     children = (part.view(2, -1) for part in candidates)
     args = [tensor.to(DEVICE) for tensor in (*pool, frontier, *children)]
-    torch.library.opcheck(torch.ops.eagle4.grow_level, (*args, 2, 2), test_utils=CHECKS)
+    torch.library.opcheck(torch.ops.eagle4.grow_level, (*args, 2), test_utils=CHECKS)

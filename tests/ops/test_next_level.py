@@ -29,7 +29,7 @@ def compare(num_shapes: int, per_shape: int, seed: int, device: str = "cpu") -> 
         results = []
         for impl in ("torch", "triton"):
             level = device_policy.next_level(
-                *(pool, frontier, probs, shape.depth, shape.max_depth, shape.min_width),
+                *(pool, frontier, probs, *shape.depths(device), shape.min_width),
                 *(shape.top_k, shape.max_nodes, book, prices),
                 impl=impl,
             )
@@ -69,7 +69,7 @@ def test_the_operators_are_well_declared():
     ops = torch.ops.eagle4
     checks = {"test_utils": CHECKS}
     opcheck = torch.library.opcheck
-    opcheck(ops.best_offer, (wide, code, one, costs, costs, 1, 2, 2, 0), **checks)
+    opcheck(ops.best_offer, (wide, code, one, costs, costs, 1, 2, 2, 4), **checks)
     opcheck(ops.choose_nodes, (wide[None], one, costs, 2), **checks)
 
 

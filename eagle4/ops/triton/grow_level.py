@@ -15,7 +15,7 @@ from .launch import wrap_triton
 @triton.jit
 def _grow_kernel(
     token_ptr, parent_ptr, depth_ptr, score_ptr, count_ptr, frontier_ptr, child_ptr, logp_ptr,
-    order_ptr, capacity, width, per_node, depth, kept,
+    order_ptr, capacity, width, per_node, kept,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
@@ -30,7 +30,8 @@ def _grow_kernel(
     place = b * capacity + tl.load(count_ptr + b) + c
     tl.store(token_ptr + place, token, mask=inside)
     tl.store(parent_ptr + place, parent, mask=inside)
-    tl.store(depth_ptr + place, (c * 0 + depth).to(tl.int64), mask=inside)
+    depth = tl.load(depth_ptr + b * capacity + parent, mask=inside, other=0) + 1
+    tl.store(depth_ptr + place, depth, mask=inside)
     tl.store(score_ptr + place, score, mask=inside)
     # Unique keys: descending score, then ascending index. Padding is below every real one.
     key = (ordered(score).to(tl.int64) << 12) | (BLOCK - 1 - c).to(tl.int64)
@@ -51,21 +52,20 @@ def _grow_level(
     frontier_BK: torch.Tensor,
     child_BC: torch.Tensor,
     logp_BC: torch.Tensor,
-    depth: int,
     top_k: int,
 ) -> torch.Tensor:
     (batch, width), children = frontier_BK.shape, child_BC.shape[1]
     order = frontier_BK.new_empty((batch, min(top_k, children)))
     wrap_triton(_grow_kernel)[(batch,)](
         token_BN, parent_BN, depth_BN, score_BN, count_B, frontier_BK, child_BC, logp_BC, order,
-        token_BN.shape[1], width, children // width, depth, order.shape[1],
+        token_BN.shape[1], width, children // width, order.shape[1],
         BLOCK=max(power_of_2(children), 2), num_warps=4,
     )  # fmt: skip
     return order
 
 
 def grow_level(
-    pool: Tree, frontier_BK: torch.Tensor, candidates: Candidates, depth: int, top_k: int
+    pool: Tree, frontier_BK: torch.Tensor, candidates: Candidates, top_k: int
 ) -> torch.Tensor:
     """As `ops.grow_level.grow_level`; the pool's columns must be contiguous."""
     batch = len(frontier_BK)
@@ -75,6 +75,5 @@ def grow_level(
         frontier_BK.contiguous(),
         candidates.token_RK.reshape(batch, -1).contiguous(),
         candidates.logp_RK.reshape(batch, -1).contiguous(),
-        depth,
         top_k,
     )

@@ -39,8 +39,8 @@ def _worth(survival, place, token_ns, verify_ptr, rows):
 
 @triton.jit
 def _offer_kernel(
-    value_ptr, code_ptr, token_ptr, verify_ptr, level_ptr, gain_ptr, width_ptr,
-    nodes, rows, widths,
+    value_ptr, code_ptr, token_ptr, verify_ptr, offer_ptr, gain_ptr, width_ptr,
+    nodes, rows, offers,
     MIN_WIDTH: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
     PATH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -51,13 +51,13 @@ def _offer_kernel(
     code = tl.load(code_ptr + place, mask=inside, other=0)
     token_ns = tl.load(token_ptr + z)
     verify_ptr += z * rows
-    level_ptr += z * widths
+    offer_ptr += z * offers
     now = _worth(tl.where(code < 0, value, 0), place, token_ns, verify_ptr, rows)
     best = now * 0
     best_width = now * 0
     for width in tl.static_range(MIN_WIDTH, WIDTH + 1):
         worth = _worth(tl.where(code < width, value, 0), place, token_ns, verify_ptr, rows)
-        gain = worth - now - tl.load(level_ptr + width)
+        gain = worth - now - tl.load(offer_ptr + width - MIN_WIDTH)
         best_width = tl.where(gain > best, width, best_width)
         best = tl.maximum(gain, best)
     # Both horizons: the second is 0 where there is one only, the first where there is none.
@@ -66,7 +66,7 @@ def _offer_kernel(
         if levels > 0:
             on_line = (code < 1) | ((code >= PATH) & (code <= PATH + levels))
             worth = _worth(tl.where(on_line, value, 0), place, token_ns, verify_ptr, rows)
-            gain = worth - now - levels * tl.load(level_ptr + MIN_WIDTH)
+            gain = worth - now - tl.load(offer_ptr + WIDTH + 1 - MIN_WIDTH + turn)
             best_width = tl.where(gain > best, MIN_WIDTH, best_width)
             best = tl.maximum(gain, best)
     tl.store(gain_ptr + z, best)
@@ -108,7 +108,7 @@ def _best_offer(
     code_M: torch.Tensor,
     token_ns_Z: torch.Tensor,
     verify_ns_ZR: torch.Tensor,
-    level_ns_ZW: torch.Tensor,
+    offer_ns_ZO: torch.Tensor,
     min_width: int,
     width: int,
     first: int,
@@ -117,8 +117,8 @@ def _best_offer(
     rounds, nodes = value_ZM.shape
     gain_Z, width_Z = torch.empty_like(token_ns_Z), torch.empty_like(token_ns_Z)
     wrap_triton(_offer_kernel)[(rounds,)](
-        value_ZM, code_M, token_ns_Z, verify_ns_ZR, level_ns_ZW, gain_Z, width_Z,
-        nodes, verify_ns_ZR.shape[1], level_ns_ZW.shape[1],
+        value_ZM, code_M, token_ns_Z, verify_ns_ZR, offer_ns_ZO, gain_Z, width_Z,
+        nodes, verify_ns_ZR.shape[1], offer_ns_ZO.shape[1],
         MIN_WIDTH=min_width, WIDTH=width, FIRST=first, SECOND=second, PATH=_PATH,
         BLOCK=_block(nodes),
     )  # fmt: skip
@@ -147,7 +147,7 @@ def best_offer(
     path_ZBH: torch.Tensor,
     token_ns_Z: torch.Tensor,
     verify_ns_ZR: torch.Tensor,
-    level_ns_ZW: torch.Tensor,
+    offer_ns_ZO: torch.Tensor,
     min_width: int,
     horizons: tuple[int, ...],
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,7 +167,7 @@ def best_offer(
     first, second = (*horizons, 0, 0)[:2]
     return _best_offer(
         *(value_ZM, code_M, token_ns_Z.contiguous(), verify_ns_ZR.contiguous()),
-        *(level_ns_ZW.contiguous(), min_width, width, first, second),
+        *(offer_ns_ZO.contiguous(), min_width, width, first, second),
     )
 
 

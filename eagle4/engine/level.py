@@ -1,0 +1,283 @@
+"""What a round runs on the device, as functions of tensors: no host read, fixed shapes.
+
+    draft      the drafter's layer on packed rows
+    propose    its head: candidates behind every row
+    open_tree  the root's children, and whether and how widely they are expanded
+    level      the drafter on the frontier, its children, and the next such decision
+    finish     which nodes are verified, as a tree
+
+The decisions are those of `harness.policy`, taken by its tensor twin. `engine.graphs` compiles
+these functions; run as they are, they are the specification of their compiled forms.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .. import tree as trees
+from ..cache import Expanded, LayerStep, Scratch, attend_layer, scratch_layer
+from ..config import SpeculativeConfig
+from ..drafter import DraftOutput, Eagle4Drafter
+from ..harness import device_policy
+from ..harness.device_policy import DeviceBook, DevicePrices
+from ..harness.fixed_point import ONE
+from ..ops import grow_level
+from ..types import Candidates, Tree
+
+MAX_CANDIDATES = 128  # of a law that tokens are drawn from
+NOT_FINITE = -1  # the width that stands for unusable probabilities
+
+
+class Shape(NamedTuple):
+    """Limits of a round's tree, fixed for a call."""
+
+    max_depth: int
+    top_k: int
+    max_nodes: int
+    min_width: int  # of a level
+
+    @classmethod
+    def of(cls, config: SpeculativeConfig, drafter: Eagle4Drafter) -> Shape:
+        """The limits that a call's configuration sets."""
+        top_k = min(config.width, drafter.num_proposable)
+        min_width = top_k if config.mode == "tree" else 1
+        return cls(config.max_depth, top_k, config.max_nodes, min_width)
+
+    @property
+    def entries(self) -> int:
+        """Rows that the drafter may write beyond the committed ones."""
+        return max(self.max_depth - 1, 1) * self.top_k
+
+
+class Terms(NamedTuple):
+    """What a round's decisions read.
+
+    ``order``: int64 deepest useful depth, worth of a token, limits ``[B]``, level costs
+    ``[top_k + 1]``, verification costs; one tensor, so that it is one copy to the device.
+    """
+
+    order: torch.Tensor
+    book: DeviceBook
+
+    def limits(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Deepest useful depth of the round (0-d) and of every sequence."""
+        return self.order[0], self.order[2 : 2 + batch]
+
+    def prices(self, batch: int, top_k: int) -> DevicePrices:
+        level_ns, verify_ns = self.order[2 + batch :].tensor_split([top_k + 1])
+        return DevicePrices(self.order[1:2], verify_ns.unsqueeze(0), level_ns.unsqueeze(0))
+
+
+class Canvas(NamedTuple):
+    """A tree under construction, its survivals, and what the frontier needs to be expanded."""
+
+    pool: Tree  # [B, P] every node drafted so far, level by level
+    prob_BP: torch.Tensor  # int64 draft probabilities in 2^-30
+    survival_BP: torch.Tensor  # int64, 0 where a node must not be verified
+    node_BK: torch.Tensor  # the frontier, best first: pool indices
+    state_BKH: torch.Tensor  # recurrent input of every frontier node
+    sees_BKW: torch.Tensor  # drafted rows that it sees: its ancestors
+    depth_W: torch.Tensor  # int64 depths of the drafted rows
+    num_rows: torch.Tensor  # int64, 0-d: drafted rows so far
+    depth: torch.Tensor  # int64, 0-d: levels so far
+
+
+class Finished(NamedTuple):
+    """A draft's end: the tree to verify, which pool nodes it took, what it promises."""
+
+    tree: Tree
+    chosen_BP: torch.Tensor  # bool
+    promised: torch.Tensor  # int64, 0-d: expected accepted nodes in 2^-30
+
+
+def draft(
+    drafter: Eagle4Drafter,
+    hidden_RH: torch.Tensor,
+    token_R: torch.Tensor,
+    position_R: torch.Tensor,
+    step: LayerStep,
+) -> DraftOutput:
+    """One drafter step on packed rows; their K/V goes to the slots of ``step``."""
+
+    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        window = drafter.config.sliding_window
+        return attend_layer(step, query, key, value, sliding_window=window)
+
+    return drafter(hidden_RH, token_R, position_R, attention)
+
+
+def propose(drafter: Eagle4Drafter, head_RH: torch.Tensor) -> Candidates:
+    """As many of the drafter's candidates behind every row as anybody asks for, best first."""
+    return drafter.propose(head_RH, min(drafter.num_proposable, MAX_CANDIDATES))
+
+
+def open_tree(
+    drafter: Eagle4Drafter, root: DraftOutput, terms: Terms, shape: Shape
+) -> tuple[Canvas, torch.Tensor]:
+    """The tree's first level from depth 0's last rows ``[B, H]``, and the next level's decision."""
+    return start(root, drafter.propose(root.head_RH, shape.top_k), terms, shape)
+
+
+def level(
+    drafter: Eagle4Drafter,
+    canvas: Canvas,
+    pools: tuple[torch.Tensor, torch.Tensor],
+    scratch: Scratch,
+    terms: Terms,
+    shape: Shape,
+    width: int,
+) -> tuple[Canvas, torch.Tensor]:
+    """Expand the best ``width`` nodes of the frontier; ``pools``: the drafter's K and V."""
+    rows = expanded(canvas, scratch, width)
+    step = layer_step(drafter, pools, scratch, rows)
+    out = draft(drafter, *inputs(canvas, width), rows.position_BM.flatten(), step)
+    candidates = drafter.propose(out.head_RH, shape.top_k)
+    return extend(canvas, rows, out, candidates, terms, shape)
+
+
+def finish(canvas: Canvas, terms: Terms, shape: Shape) -> Finished:
+    """The nodes worth verifying over the whole batch, depth-first."""
+    pool, survival_BP = canvas.pool, canvas.survival_BP
+    prices = terms.prices(len(survival_BP), shape.top_k)
+    chosen_BP = device_policy.choose(survival_BP[None], shape.max_nodes, prices)[0]
+    score_BP = pool.score_BN.masked_fill(~chosen_BP, float("-inf"))
+    unlimited_B = torch.full_like(pool.count_B, shape.max_depth)
+    tree = trees.prune(pool._replace(score_BN=score_BP), shape.max_nodes, unlimited_B)
+    return Finished(tree, chosen_BP, (survival_BP * chosen_BP).sum())
+
+
+# -- parts of a level ----------------------------------------------------------------------------
+
+
+def start(
+    root: DraftOutput, candidates: Candidates, terms: Terms, shape: Shape
+) -> tuple[Canvas, torch.Tensor]:
+    """`open_tree` for candidates that are known already."""
+    batch, device = len(root.state_RH), root.state_RH.device
+    pool, node_BK, _, _ = trees.start(candidates, shape.max_depth, shape.top_k)
+    none_BP = torch.zeros_like(pool.token_BN)
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    canvas = Canvas(
+        pool,
+        none_BP,
+        none_BP,
+        node_BK,
+        root.state_RH.unsqueeze(1).repeat(1, shape.top_k, 1),
+        torch.zeros(batch, shape.top_k, shape.entries, dtype=torch.bool, device=device),
+        torch.zeros(shape.entries, dtype=torch.int64, device=device),
+        zero,
+        zero + 1,
+    )
+    whole_B1 = torch.full_like(node_BK[:, :1], ONE)
+    canvas = _valued(canvas, whole_B1, candidates, terms, first=0)
+    return canvas, _decision(canvas, candidates, terms, shape)
+
+
+def expanded(canvas: Canvas, scratch: Scratch, width: int) -> Expanded:
+    """The next level's rows as attention sees them."""
+    index_M = torch.arange(width, device=canvas.num_rows.device)
+    place_W = torch.arange(canvas.depth_W.shape[0], device=index_M.device) - canvas.num_rows
+    itself_MW = place_W == index_M.unsqueeze(1)
+    is_new_W = (place_W >= 0) & (place_W < width)
+    depth_W = torch.where(is_new_W, canvas.depth, canvas.depth_W)
+    # A row's position is that of its token's features: one before the token's own.
+    behind_B1 = scratch.prefix_B.unsqueeze(1) - 1
+    position_BM = (behind_B1 + canvas.depth).expand(-1, width)
+    sees_BMW = _first(canvas.sees_BKW, width) | itself_MW
+    return Expanded(canvas.num_rows, sees_BMW, position_BM, behind_B1 + depth_W)
+
+
+def layer_step(
+    drafter: Eagle4Drafter,
+    pools: tuple[torch.Tensor, torch.Tensor],
+    scratch: Scratch,
+    rows: Expanded,
+) -> LayerStep:
+    """The drafter's layer on a level's rows."""
+    heads, heads_kv = drafter.num_heads
+    window = drafter.config.sliding_window
+    return scratch_layer(scratch, *pools, rows, heads // heads_kv, window)
+
+
+def inputs(canvas: Canvas, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Recurrent states and tokens of a level's packed rows."""
+    token_BM = canvas.pool.token_BN.gather(1, _first(canvas.node_BK, width))
+    return _first(canvas.state_BKH, width).flatten(0, 1), token_BM.flatten()
+
+
+def extend(
+    canvas: Canvas,
+    rows: Expanded,
+    out: DraftOutput,
+    candidates: Candidates,
+    terms: Terms,
+    shape: Shape,
+) -> tuple[Canvas, torch.Tensor]:
+    """Add the children of the expanded rows, choose the next frontier, decide."""
+    pool, top_k = canvas.pool, shape.top_k
+    batch, width = rows.position_BM.shape
+    parent_BM = _first(canvas.node_BK, width)
+    best_BK = grow_level(pool, parent_BM, candidates, top_k)
+    from_BK1 = (best_BK // top_k).unsqueeze(-1)
+    state_BMH = out.state_RH.unflatten(0, (batch, width))
+    first_B1 = pool.count_B.unsqueeze(1)
+    grown = canvas._replace(
+        pool=pool._replace(count_B=pool.count_B + width * top_k),
+        node_BK=first_B1 + best_BK,
+        state_BKH=state_BMH.gather(1, from_BK1.expand(-1, -1, state_BMH.shape[-1])),
+        sees_BKW=rows.sees_BMW.gather(1, from_BK1.expand(-1, -1, rows.sees_BMW.shape[-1])),
+        depth_W=rows.position_BW[0] - rows.position_BM[0, 0] + canvas.depth,
+        num_rows=canvas.num_rows + width,
+        depth=canvas.depth + 1,
+    )
+    parent_survival_BM = canvas.survival_BP.gather(1, parent_BM)
+    grown = _valued(grown, parent_survival_BM, candidates, terms, first_B1)
+    return grown, _decision(grown, candidates, terms, shape)
+
+
+def _first(columns: torch.Tensor, width: int) -> torch.Tensor:
+    """``columns[:, :width]``, the same to a compiler whether that is all of them or not."""
+    return columns.index_select(1, torch.arange(width, device=columns.device))
+
+
+def _valued(
+    canvas: Canvas,
+    parent_BM: torch.Tensor,
+    candidates: Candidates,
+    terms: Terms,
+    first: torch.Tensor | int,
+) -> Canvas:
+    """With probabilities and survivals of the newest children; ``parent_BM``: their parents'."""
+    batch, width = parent_BM.shape
+    _, limit_B = terms.limits(batch)
+    parent_BM = parent_BM * (canvas.depth <= limit_B).unsqueeze(1)
+    prob_BMJ = device_policy.quantise(candidates.logp_RK).unflatten(0, (batch, width))
+    child_BMJ = device_policy.survivals(parent_BM[None], prob_BMJ[None], canvas.depth, terms.book)
+    prob_BC, child_BC = prob_BMJ.flatten(1), child_BMJ[0].flatten(1)
+    index_C = torch.arange(prob_BC.shape[1], device=prob_BC.device)
+    column_BC = (first + index_C).expand(batch, -1)
+    return canvas._replace(
+        prob_BP=canvas.prob_BP.scatter(1, column_BC, prob_BC),
+        survival_BP=canvas.survival_BP.scatter(1, column_BC, child_BC),
+    )
+
+
+def _decision(canvas: Canvas, candidates: Candidates, terms: Terms, shape: Shape) -> torch.Tensor:
+    """int64 ``[2]``: the next level's width, 0 to stop or `NOT_FINITE`; its gain in nanoseconds."""
+    batch = len(canvas.node_BK)
+    deepest, _ = terms.limits(batch)
+    found = device_policy.next_level(
+        canvas.survival_BP[None],
+        canvas.survival_BP.gather(1, canvas.node_BK)[None],
+        canvas.prob_BP.gather(1, canvas.node_BK)[None],
+        canvas.depth,
+        deepest,
+        *(shape.min_width, shape.top_k, shape.max_nodes),
+        terms.book,
+        terms.prices(batch, shape.top_k),
+    )
+    is_finite = torch.isfinite(candidates.logp_RK[:, 0]).all()
+    width_Z = torch.where(is_finite, found.width_Z, NOT_FINITE)
+    return torch.cat([width_Z, found.gain_ns_Z])

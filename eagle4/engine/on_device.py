@@ -1,0 +1,153 @@
+"""Drafting with the harness on the device: levels, decisions and the final choice are tensor code.
+
+The host reads one small tensor per level (how wide the next one is; it launches that width) and one
+at the end (what is verified, and what there is to learn from). It never sees a score in between.
+`adaptive.AdaptiveDraft` is the readable twin, which must draft the same trees.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..cache import Scratch, make_scratch
+from ..drafter import DraftOutput, Eagle4Drafter
+from ..harness import HarnessPolicy, Policy
+from ..harness.acceptance import Book
+from ..harness.device_policy import DeviceBook, device_book
+from ..harness.nodes import TAUGHT, Drafted
+from ..harness.policy import Decision, Prices
+from ..types import Plan, Tree
+from . import level as levels
+from .adaptive import Lap
+from .drafting import DraftError, EagleDraft, catch_up, draft_pools, propose
+from .graphs import Opened
+from .level import NOT_FINITE, Canvas, Finished, Shape, Terms
+from .state import Sequence, State
+from .stats import SpeculationStats
+
+
+class DeviceDraft(EagleDraft):
+    """Drafts with an `Eagle4Drafter` as far as a `HarnessPolicy` wants, decided on the device."""
+
+    policy: HarnessPolicy
+
+    def __init__(self, drafter: Eagle4Drafter, policy: Policy):
+        super().__init__(drafter, policy)
+        self._book: tuple[Book, DeviceBook] | None = None
+
+    def __call__(
+        self,
+        state: State,
+        sequences: list[Sequence],
+        plan: Plan,
+        depth_limit: list[int],
+        stats: SpeculationStats,
+    ) -> Tree:
+        """Raises `DraftError` on non-finite probabilities."""
+        policy, batch, lap = self.policy, len(sequences), Lap()
+        pending = sum(sequence.num_pending for sequence in sequences)
+        shape = Shape.of(policy.config, self.drafter)
+        prices = policy.price(shape.top_k)
+        terms = self._terms(depth_limit, prices, state.device)
+        state.reserve_scratch(sequences, shape.top_k + shape.entries)
+        root = catch_up(state, sequences, self.drafter, stats)
+        canvas, decision = self._open(state, sequences, root, terms, shape)
+        decisions = [_decided(stats, decision)]
+        policy.timed("root", pending, lap.ns())
+        scratch = scratch_of(state, sequences, shape)
+        while width := decisions[-1].width:
+            setting = scratch, terms, shape, width
+            canvas, decision = self._level(state, sequences, canvas, *setting, len(decisions))
+            stats.draft_calls += 1
+            decisions.append(_decided(stats, decision))
+            policy.timed("level", batch * width, lap.ns())
+        finished = state.graphs.finish(canvas, terms, shape)
+        policy.drafted(_told(stats, canvas, finished, decisions, depth_limit, shape.top_k), prices)
+        stats.nodes_drafted += batch * shape.top_k * (1 + sum(d.width for d in decisions))
+        policy.timed("finish", batch, lap.ns())
+        return finished.tree
+
+    def _terms(self, limits: list[int], prices: Prices, device: torch.device) -> Terms:
+        deepest = min(max(limits), self.policy.config.max_depth)
+        order = [deepest, prices.token_ns, *limits, *prices.level_ns, *prices.verify_ns]
+        book = self.policy.book
+        if self._book is None or self._book[0] is not book:
+            self._book = book, device_book(book, device)
+        return Terms(torch.tensor(order, device=device), self._book[1])
+
+    def _open(
+        self,
+        state: State,
+        sequences: list[Sequence],
+        root: DraftOutput,
+        terms: Terms,
+        shape: Shape,
+    ) -> Opened:
+        if state.sampler is None:
+            return state.graphs.open_tree(self.drafter, root, terms, shape)
+        candidates = propose(state, sequences, self.drafter, root.head_RH, 1, shape.top_k)
+        return levels.start(root, candidates, terms, shape)
+
+    def _level(
+        self,
+        state: State,
+        sequences: list[Sequence],
+        canvas: Canvas,
+        scratch: Scratch,
+        terms: Terms,
+        shape: Shape,
+        width: int,
+        depth: int,
+    ) -> Opened:
+        """One level; with shared noise the candidates are ranked between its parts."""
+        drafter, pools = self.drafter, draft_pools(state, self.drafter)
+        if state.sampler is None:
+            return state.graphs.level(drafter, canvas, pools, scratch, terms, shape, width)
+        rows = levels.expanded(canvas, scratch, width)
+        step = levels.layer_step(drafter, pools, scratch, rows)
+        position_R = rows.position_BM.flatten()
+        out = state.graphs.draft(drafter, *levels.inputs(canvas, width), position_R, step)
+        candidates = propose(state, sequences, drafter, out.head_RH, depth + 1, shape.top_k)
+        return levels.extend(canvas, rows, out, candidates, terms, shape)
+
+
+def scratch_of(state: State, sequences: list[Sequence], shape: Shape) -> Scratch:
+    """Where a round's drafted rows go."""
+    owners = [(sequence.index, sequence.draft_length) for sequence in sequences]
+    setting = shape.entries, state.device, state.graphs.compiled
+    return make_scratch(state.table, owners, *setting)
+
+
+def _decided(stats: SpeculationStats, decision: torch.Tensor) -> Decision:
+    width, gain_ns = stats.read("width", decision)
+    if width == NOT_FINITE:
+        raise DraftError("the drafter's probabilities are not finite")
+    return Decision(width > 0, width, gain_ns)
+
+
+def _told(
+    stats: SpeculationStats,
+    canvas: Canvas,
+    finished: Finished,
+    decisions: list[Decision],
+    limits: list[int],
+    top_k: int,
+) -> Drafted:
+    """Read a finished draft."""
+    sizes = [top_k, *(decision.width * top_k for decision in decisions)]
+    used, taught = sum(sizes), min(TAUGHT, len(limits))
+    pool = canvas.pool
+    columns = pool.token_BN, pool.parent_BN, canvas.prob_BP, finished.chosen_BP
+    nodes = torch.stack([column[:taught, :used].long() for column in columns])
+    totals = torch.stack([finished.tree.count_B.sum(), finished.promised])
+    *flat, num_chosen, promised = stats.read("tree", torch.cat([nodes.flatten(), totals]))
+    rows = [flat[start : start + used] for start in range(0, len(flat), used)]
+    token, parent, prob, mask = (rows[i * taught : (i + 1) * taught] for i in range(4))
+    found, first = [], 0
+    for size in sizes[: len(decisions)]:
+        stop = first + size
+        parents = [row[first:stop:top_k] for row in parent]
+        found.append((parents, [row[first:stop] for row in prob]))
+        first = stop
+    chosen = [[i for i, kept in enumerate(row) if kept] for row in mask]
+    return Drafted(limits[:taught], found, decisions, token, chosen, num_chosen, promised)
