@@ -16,7 +16,7 @@ import torch
 from round_breakdown import interleaved
 
 from eagle4 import Eagle4Drafter, Eagle4ForCausalLM, SpeculativeConfig, demo
-from eagle4.engine.level import Shape
+from eagle4.engine.canvas import Shape
 from eagle4.engine.parts import Stage
 from eagle4.engine.warmup import warm_up
 from eagle4.evaluation.environment import describe_environment

@@ -12,13 +12,13 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 
 from eagle4 import Eagle4Drafter, Eagle4ForCausalLM, SpeculativeConfig, demo
-from eagle4.engine.level import Shape
+from eagle4.engine.canvas import Shape
 from eagle4.engine.parts import Stage
 from eagle4.engine.warmup import warm_up
 from eagle4.evaluation.environment import describe_environment
@@ -27,7 +27,7 @@ ROWS = (1, 2, 4, 8, 12, 17, 24, 32)
 WIDTHS = (1, 2, 4, 8)
 
 
-def interleaved(cases: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+def interleaved(cases: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
     """Median milliseconds of every case; the cases take turns."""
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for repeat in range(repeats + 2):

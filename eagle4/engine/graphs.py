@@ -30,9 +30,10 @@ from ..drafter import DraftOutput, Eagle4Drafter
 from ..target.blocks import run_block
 from ..types import Candidates
 from . import level
+from .canvas import Canvas, Finished, Shape
 
 CompileMode = Literal["auto", "on", "off"]
-Opened = tuple[level.Canvas, torch.Tensor]
+Opened = tuple[Canvas, torch.Tensor]
 
 logger = logging.getLogger("eagle4")
 
@@ -43,12 +44,12 @@ class Graphs:
     def __init__(self, compiled: bool = False):
         self.compiled = compiled
         # What `engine.warmup` has been through, with several sequences or one.
-        self.warm: set[tuple[str | level.Shape, bool]] = set()
+        self.warm: set[tuple[str | Shape, bool]] = set()
         wrap = _Compiled if compiled else _as_it_is
         self.draft: Callable[..., DraftOutput] = wrap(level.draft)
         self.open_tree: Callable[..., Opened] = wrap(level.open_tree)
         self.level: Callable[..., Opened] = wrap(level.level)
-        self.finish: Callable[..., level.Finished] = wrap(level.finish)
+        self.finish: Callable[..., Finished] = wrap(level.finish)
         self._propose = _Compiled(level.propose) if compiled else None
         # Without it the blocks keep their own forward.
         self.block: Callable[..., Any] | None = _Compiled(run_block) if compiled else None

@@ -27,8 +27,8 @@ from ..harness.profile_file import file_name, read, read_or_none, write
 from ..machine import cache_dir, device_name, package_version
 from ..parallel import Ranks
 from ..target import TargetAdapter
+from .canvas import Shape
 from .graphs import EAGER, Graphs
-from .level import Shape
 from .measure import COARSE, Grid, measure
 from .parts import make_cases
 

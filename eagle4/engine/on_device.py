@@ -19,9 +19,10 @@ from ..harness.policy import Decision, Prices
 from ..types import Plan, Tree
 from . import level as levels
 from .adaptive import Lap
+from .canvas import Canvas, Finished, Shape, Terms
 from .drafting import DraftError, EagleDraft, catch_up, draft_pools, propose
 from .graphs import Opened
-from .level import NOT_FINITE, Canvas, Finished, Shape, Terms
+from .level import NOT_FINITE
 from .state import Sequence, State
 from .stats import SpeculationStats
 

@@ -18,9 +18,10 @@ from ..harness.device_policy import device_book
 from ..target import TargetAdapter
 from ..types import Candidates, Tree
 from .adaptive import _probabilities, take
+from .canvas import Canvas, Shape, Terms
 from .drafting import catch_up, draft_pools, expand, propose, root_level
 from .graphs import EAGER, Graphs
-from .level import Canvas, Shape, Terms, start
+from .level import start
 from .measure import Case, Grid
 from .on_device import scratch_of
 from .reference import empty_tree, verify

@@ -11,21 +11,21 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
 
 import torch
+from torch.fx.experimental import _config as fx_config
 from tqdm.auto import tqdm
 
 from ..config import SpeculativeConfig
 from ..drafter import Eagle4Drafter
 from ..target import TargetAdapter
+from .canvas import Shape
 from .graphs import Graphs, num_compiled
-from .level import Shape
 from .parts import Stage
 
 logger = logging.getLogger("eagle4")
 
-Part = Literal["target", "drafter"] | Shape
+Part = str | Shape  # "target", "drafter" (drafts that the host leads), or what the device decides
 
 _PRIMES = (11, 13, 17, 19, 23, 29, 31, 37)
 
@@ -56,7 +56,7 @@ def warm_up(
         shape = part if isinstance(part, Shape) else None
         cases += _cases(Stage(target, drafter, several, context, graphs, shape), part, rows)
     # Equal sizes are a coincidence, not a law to be guarded.
-    unequal = torch.fx.experimental._config.patch(use_duck_shape=False)
+    unequal = fx_config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
     with torch.no_grad(), target.attached(run_block=graphs.block), unequal:
         for case in tqdm(cases, desc="compiling", disable=None, leave=False):
             case()  # a pool's first forward finds out its widths, eagerly

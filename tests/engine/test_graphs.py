@@ -20,10 +20,10 @@ from transformers import LogitsProcessorList
 
 from eagle4 import Eagle4ForCausalLM, SpeculativeConfig
 from eagle4.engine import graphs as graphs_module
+from eagle4.engine.canvas import Shape
 from eagle4.engine.drafting import EagleDraft
 from eagle4.engine.graphs import EAGER, Graphs, num_compiled
 from eagle4.engine.home import fingerprint
-from eagle4.engine.level import Shape
 from eagle4.engine.on_device import DeviceDraft
 from eagle4.engine.reference import prefill, verify
 from eagle4.engine.state import State

@@ -117,7 +117,7 @@ def test_a_round_of_operators_is_one_graph(dynamic):
         token = best_candidates(fused, up, 4, **IMPL)
         logp = candidate_logprobs(up, fused, token, **IMPL)[:, :2]
         frontier = torch.zeros(2, 3, dtype=torch.int64)
-        order = grow_level(pool_tree, frontier, Candidates(token[:, :2], logp), 2, 3, **IMPL)
+        order = grow_level(pool_tree, frontier, Candidates(token[:, :2], logp), 3, **IMPL)
         pruned = prune(pool_tree, 5, torch.tensor([3, 3]), **IMPL)
         return out, order, pruned, ancestor_words(pruned.parent_BN, **IMPL)
 
