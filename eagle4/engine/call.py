@@ -94,3 +94,20 @@ class Call:
     streamer: Streamer
     processors: list[LogitsProcessorList]
     stats: SpeculationStats = field(default_factory=SpeculationStats)
+
+    def result(self) -> Result:
+        """What the call hands back: padded ids and everything that was recorded."""
+        state, recorder = self.state, self.recorder
+        total = state.prompt_length + max(s.new_tokens for s in state.sequences)
+        ids = state.ids_BT.new_full((len(state.sequences), total), state.pad_token)
+        for sequence in state.sequences:
+            columns = sequence.pad + sequence.length
+            ids[sequence.index, :columns] = state.ids_BT[sequence.index, :columns]
+        return Result(
+            sequences=ids[:, state.known :],
+            cache=self.request.cache or Eagle4Cache(state),
+            stats=self.stats,
+            scores=recorder.stacked(recorder.scores),
+            logits=recorder.stacked(recorder.logits),
+            hidden_states=recorder.stacked_hidden(),
+        )

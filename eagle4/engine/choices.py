@@ -41,11 +41,13 @@ def choose_tokens(
     law: Law | None,
     processors: list[LogitsProcessorList],
     logits_RV: torch.Tensor,
+    counts: list[int],
     vocab: VocabShard | None = None,
 ) -> Chosen:
     """Choose behind root and nodes of every sequence; rows are packed, root first.
 
-    ``processors`` by row of the call. ``vocab``: the logits are one rank's columns.
+    ``processors`` by row of the call; ``counts`` the nodes of every tree. ``vocab``: the logits are
+    one rank's columns.
     """
     own = [processors[sequence.index] for sequence in sequences]
     shared = None
@@ -56,7 +58,7 @@ def choose_tokens(
     choice_BR = torch.full(shape, -1, dtype=torch.int64, device=state.device)
     drawn = None if law is None else Drawn(tree, law)
     scores, first = [], 0
-    for b, (sequence, count) in enumerate(zip(sequences, tree.count_B.tolist(), strict=True)):
+    for b, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
         rows = slice(first, first + count + 1)
         first += count + 1
         if shared is not None and state.sampler is None:

@@ -32,7 +32,7 @@ def commit_tokens(
         if scores is not None and score_rows is not None:
             scores.append(score_rows[kept - 1].expand(batch, -1))
             seen = tuple(scores)
-        if _stops(criteria, state.history(sequence), seen, sequence.index, batch):
+        if _stops(criteria, state, sequence, seen, batch):
             sequence.done = True
             return kept
     return len(tokens)
@@ -40,16 +40,18 @@ def commit_tokens(
 
 def _stops(
     criteria: StoppingCriteriaList,
-    ids_T: torch.Tensor,
+    state: State,
+    sequence: Sequence,
     scores: tuple[torch.Tensor, ...] | None,
-    row: int,
     batch: int,
 ) -> bool:
     """Whether any criterion stops the row; all are asked, as in Transformers.
 
     A user's criterion is shown the row at its place in a batch, repeated to the batch's size: it
-    may hold one limit per row. Transformers' own judge every row alike, so one is enough.
+    may hold one limit per row. Transformers' own judge every row alike, so one is enough, and they
+    judge on the CPU: a question per token must not wait for a device.
     """
+    row = sequence.index
     own = [type(c).__module__.startswith("transformers.") for c in criteria]
     fired = False
     for rows, is_own in ((1, True), (batch, False)):
@@ -57,6 +59,7 @@ def _stops(
             c for c, mine in zip(criteria, own, strict=True) if mine is is_own
         )
         if chosen:
+            ids_T = state.history_on_host(sequence) if is_own else state.history(sequence)
             answer = chosen(ids_T.expand(rows, -1), scores)  # type: ignore[arg-type]
             fired |= bool(answer[0 if is_own else row].any())
     return fired

@@ -6,6 +6,8 @@ commits. Whatever goes wrong on the draft side ends speculation, never the reque
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from transformers import StoppingCriteriaList
 
@@ -21,9 +23,17 @@ from .fallback import is_out_of_memory, stop_speculating
 from .graphs import EAGER, Graphs
 from .output import Recorder, Streamer
 from .plans import before_round, load_of, report_round
-from .prefix import Eagle4Cache, resume
+from .prefix import resume
 from .reference import Verified, empty_tree, prefill, verify
 from .state import Sequence, State
+
+
+class _Drafted(NamedTuple):
+    """A round's trees; ``nodes``: what the host knows of them, (token, depth) per node."""
+
+    tree: Tree
+    law: Law | None
+    nodes: list[list[tuple[int, int]]]
 
 
 @torch.no_grad()
@@ -56,7 +66,7 @@ def run(
     )
     with target.attached(with_taps=draft is not None, run_block=graphs.block):
         _generate(call)
-    return _result(call)
+    return call.result()
 
 
 def _generate(call: Call) -> None:
@@ -106,9 +116,11 @@ def _prefill(call: Call, sequence: Sequence) -> None:
         None,
         call.processors,
         logits_RV,
+        [0],
         call.target.vocab,
     )
-    _commit(call, sequence, [int(chosen.choice_BR[0, 0])], chosen.scores[0], [])
+    first = stats.read("prefill", chosen.choice_BR[0, :1])
+    _commit(call, sequence, first, chosen.scores[0], [])
     call.recorder.add_rows(sequence, torch.tensor([0]), chosen.logits_RV, None)
 
 
@@ -117,35 +129,32 @@ def _round(call: Call, sequences: list[Sequence]) -> None:
     limits = [_depth_limit(call, sequence) for sequence in sequences]
     before = before_round(call, sequences)
     drafted = _draft(call, sequences, limits)
+    plainly = _Drafted(empty_tree(len(sequences), call.state.device), None, [[]] * len(sequences))
     try:
-        tree, verified = _verify(call, sequences, drafted)
+        verified = _verify(call, sequences, drafted or plainly)
     except Exception as error:
         if drafted is None or not is_out_of_memory(error):
             raise
         stop_speculating(call, error)
         drafted = None
-        tree, verified = _verify(call, sequences, None)
-    speculative = drafted is not None
+        verified = _verify(call, sequences, plainly)
     stats.rounds += 1
     stats.target_calls += 1
-    stats.plain_rounds += not speculative
+    stats.plain_rounds += drafted is None
     with stats.stage("commit"):
-        accepted = [
-            _commit_verdict(call, sequence, b, tree, verified, speculative)
-            for b, sequence in enumerate(sequences)
-        ]
+        accepted = _commit_verdicts(call, sequences, drafted, verified)
     stats.accepted_per_round.append(accepted)
     report_round(call, before, is_planned=max(limits) > 0)
 
 
-def _verify(
-    call: Call, sequences: list[Sequence], drafted: tuple[Tree, Law | None] | None
-) -> tuple[Tree, Verified]:
+def _verify(call: Call, sequences: list[Sequence], drafted: _Drafted) -> Verified:
     """Run the tree, or the roots alone, through the target."""
-    tree, law = drafted or (empty_tree(len(sequences), call.state.device), None)
-    hidden = call.request.output_hidden_states
+    tree, law, nodes = drafted
+    hidden, counts = call.request.output_hidden_states, [len(row) for row in nodes]
     with call.stats.stage("verify"):
-        return tree, verify(call.state, sequences, tree, call.target, call.processors, hidden, law)
+        return verify(
+            call.state, sequences, tree, call.target, call.processors, hidden, law, counts
+        )
 
 
 def _depth_limit(call: Call, sequence: Sequence) -> int:
@@ -156,9 +165,7 @@ def _depth_limit(call: Call, sequence: Sequence) -> int:
     return max(room, 0)
 
 
-def _draft(
-    call: Call, sequences: list[Sequence], limits: list[int]
-) -> tuple[Tree, Law | None] | None:
+def _draft(call: Call, sequences: list[Sequence], limits: list[int]) -> _Drafted | None:
     """The round's tree, with its law if it was drawn; or None for a plain round."""
     if call.draft is None or call.policy is None or max(limits) == 0:
         return None
@@ -171,42 +178,59 @@ def _draft(
         with call.stats.stage("draft"):
             found = call.draft(call.state, sequences, plan, limits, call.stats)
         tree, law = found if isinstance(found, Drawn) else (found, None)
-        _check_tokens(tree, call.target.config.vocab_size)
+        drafted = _Drafted(tree, law, _look(call, tree))
     except Exception as error:  # whatever it is: plain decoding can do without the draft
         stop_speculating(call, error)
         return None
-    call.stats.nodes_verified += int(tree.count_B.sum())
-    return tree, law
+    call.stats.nodes_verified += sum(map(len, drafted.nodes))
+    return drafted
 
 
-def _check_tokens(tree: Tree, vocab_size: int) -> None:
-    """What the target could not embed must not reach it."""
-    if (
-        tree.token_BN.numel()
-        and not 0 <= int(tree.token_BN.min()) <= int(tree.token_BN.max()) < vocab_size
-    ):
+def _look(call: Call, tree: Tree) -> list[list[tuple[int, int]]]:
+    """Tokens and depths of the nodes. What the target could not embed must not reach it."""
+    batch, size = tree.token_BN.shape
+    parts = tree.count_B, tree.token_BN.flatten(), tree.depth_BN.flatten()
+    found = call.stats.read("nodes", torch.cat(parts))
+    pairs = list(
+        zip(found[batch : batch + batch * size], found[batch + batch * size :], strict=True)
+    )
+    nodes = [pairs[b * size : b * size + count] for b, count in enumerate(found[:batch])]
+    if any(not 0 <= token < call.target.config.vocab_size for row in nodes for token, _ in row):
         raise DraftError("a drafted token is outside the target's vocabulary")
+    return nodes
 
 
-def _commit_verdict(
-    call: Call, sequence: Sequence, b: int, tree: Tree, verified: Verified, speculative: bool
+def _commit_verdicts(
+    call: Call, sequences: list[Sequence], drafted: _Drafted | None, verified: Verified
+) -> list[int]:
+    """Commit every row's verdict; returns how many drafted nodes were kept."""
+    batch = len(sequences)
+    path_BS, length_B, bonus_B = verified.verdict
+    found = call.stats.read("verdict", torch.cat([length_B, bonus_B, path_BS.flatten()]))
+    accepted, size = [], path_BS.shape[1]
+    for b, sequence in enumerate(sequences):
+        first, length = 2 * batch + b * size, found[b]
+        path = found[first : first + length]
+        nodes = drafted.nodes[b] if drafted is not None else []
+        tokens = [nodes[node][0] for node in path] + [found[batch + b]]
+        kept = _commit_path(call, sequence, b, tokens, [0] + [node + 1 for node in path], verified)
+        if drafted is not None:
+            call.stats.record(max((depth for _, depth in nodes), default=0), length, kept)
+        accepted.append(min(length, kept))
+    return accepted
+
+
+def _commit_path(
+    call: Call, sequence: Sequence, b: int, tokens: list[int], rows: list[int], verified: Verified
 ) -> int:
-    """Commit one row's verdict; returns how many drafted nodes were kept."""
-    verdict = verified.verdict
-    length = int(verdict.length_B[b])
-    path = verdict.path_BS[b, :length].tolist()
-    tokens = [int(tree.token_BN[b, node]) for node in path] + [int(verdict.bonus_B[b])]
-    rows = [0] + [node + 1 for node in path]
+    """Commit the tokens behind ``rows`` of row b's window; returns how many were kept."""
     kept = _commit(call, sequence, tokens, verified.scores[b][rows], rows)
     packed = torch.tensor(rows[:kept], device=call.state.device) + verified.first_row[b]
     features = verified.output.features_RTH if call.draft is not None else None
     commit_cache(call.state, sequence, rows[:kept], None if features is None else features[packed])
     output = verified.output
     call.recorder.add_rows(sequence, packed, output.logits_RV, output.hidden_states)
-    if speculative:
-        depths = tree.depth_BN[b]
-        call.stats.record(int(depths.max()) if len(depths) else 0, length, kept)
-    return min(length, kept)
+    return kept
 
 
 def _commit(
@@ -222,22 +246,3 @@ def _commit(
     kept = commit_tokens(call.state, sequence, tokens, criteria, own, scores_RV)
     call.stats.new_tokens += kept
     return kept
-
-
-def _result(call: Call) -> Result:
-    state, recorder = call.state, call.recorder
-    steps = max(s.new_tokens for s in state.sequences)
-    total = state.prompt_length + steps
-    ids = state.ids_BT.new_full((len(state.sequences), total), state.pad_token)
-    for sequence in state.sequences:
-        columns = sequence.pad + sequence.length
-        ids[sequence.index, :columns] = state.ids_BT[sequence.index, :columns]
-    cache = call.request.cache or Eagle4Cache(state)
-    return Result(
-        sequences=ids[:, state.known :],
-        cache=cache,
-        stats=call.stats,
-        scores=recorder.stacked(recorder.scores),
-        logits=recorder.stacked(recorder.logits),
-        hidden_states=recorder.stacked_hidden(),
-    )

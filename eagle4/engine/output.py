@@ -36,7 +36,7 @@ class Streamer:
         if self.step >= sequence.new_tokens:
             return self.state.pad_token
         column = self.state.prompt_length + self.step
-        return int(self.state.ids_BT[sequence.index, column])
+        return int(self.state.host_ids_BT[sequence.index, column])
 
 
 class Recorder:

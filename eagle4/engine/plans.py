@@ -44,7 +44,7 @@ def report_round(call: Call, before: Before, is_planned: bool) -> None:
     if call.policy is None or call.draft is None or not is_planned:
         return
     tokens = [
-        call.state.tokens(sequence)[length:].tolist()
+        call.state.committed(sequence, length)
         for sequence, length in zip(before.sequences, before.lengths, strict=True)
     ]
     stage_ns = {

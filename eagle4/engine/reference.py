@@ -78,13 +78,14 @@ def verify(
     processors: list[LogitsProcessorList],
     all_hidden_states: bool = False,
     law: Law | None = None,
+    counts: list[int] | None = None,
 ) -> Verified:
     """Run root and nodes of every sequence through the target and walk the tree.
 
     The walk follows the target's own tokens: the argmax, or what the call's sampler draws. ``law``
-    belongs to a tree whose nodes were drawn.
+    belongs to a tree whose nodes were drawn; ``counts`` are its nodes, where the host knows them.
     """
-    counts = tree.count_B.tolist()
+    counts = tree.count_B.tolist() if counts is None else counts
     ancestors_BNN = ancestor_matrix(tree.parent_BN)
     windows, tokens = [], []
     for b, sequence in enumerate(sequences):
@@ -100,7 +101,8 @@ def verify(
     for count in counts:
         first_row.append(row)
         row += count + 1
-    chosen = choose_tokens(state, sequences, tree, law, processors, output.logits_RV, target.vocab)
+    logits_RV = output.logits_RV
+    chosen = choose_tokens(state, sequences, tree, law, processors, logits_RV, counts, target.vocab)
     output = output._replace(logits_RV=chosen.logits_RV)
     verdict = verify_greedy(tree, ancestors_BNN, chosen.choice_BR)
     return Verified(verdict, first_row, chosen.scores, output)

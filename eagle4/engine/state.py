@@ -56,6 +56,7 @@ class State:
         self.needs_rows = False  # whole rows of scores or logits leave the engine
         self.graphs = graphs
         self.ids_BT = ids_BP.clone()
+        self.host_ids_BT = self.ids_BT.cpu()  # itself on CPUs: reading it waits for nobody
         self.table = PageTable(len(ids_BP))
         self.target_pool = KVPool()
         self.draft_pool = KVPool()
@@ -78,13 +79,24 @@ class State:
         """
         return self.ids_BT[sequence.index, self.known : sequence.pad + sequence.length]
 
+    def history_on_host(self, sequence: Sequence) -> torch.Tensor:
+        """The same on the CPU, whatever the device."""
+        return self.host_ids_BT[sequence.index, self.known : sequence.pad + sequence.length]
+
+    def committed(self, sequence: Sequence, length: int) -> list[int]:
+        """Its tokens from the ``length``-th on."""
+        first, last = sequence.pad + length, sequence.pad + sequence.length
+        return self.host_ids_BT[sequence.index, first:last].tolist()
+
     def append(self, sequence: Sequence, token: int) -> None:
         """Commit one token."""
         column = sequence.pad + sequence.length
         if column == self.ids_BT.shape[1]:
             more = self.ids_BT.new_full((len(self.ids_BT), max(64, column)), self.pad_token)
             self.ids_BT = torch.cat([self.ids_BT, more], dim=1)
+            self.host_ids_BT = self.ids_BT.cpu()
         self.ids_BT[sequence.index, column] = token
+        self.host_ids_BT[sequence.index, column] = token
         sequence.length += 1
         sequence.new_tokens += 1
 
