@@ -52,8 +52,7 @@ def make_scratch(
 ) -> Scratch:
     """Address ``entries`` rows behind every (sequence, committed entries) of ``owners``.
 
-    The table must already hold them. ``gathers`` and ``paged`` as in `AttentionStep.layer` and
-    `build_step`.
+    The table must already hold them. ``gathers`` and ``paged`` as in `build_step`.
     """
     slots = [table.slots(sequence, first, first + entries) for sequence, first in owners]
     length = max(first for _, first in owners) + entries

@@ -85,26 +85,14 @@ class AttentionStep:
         values_SHD: torch.Tensor,
         groups: int,
         sliding_window: int | None = None,
-        gathers: bool = False,
     ) -> LayerStep:
-        """What one layer with these pools and ``groups`` query heads per key head needs.
-
-        ``gathers``: address several sequences by slots even where they form a run, so that there is
-        one case instead of two.
-        """
+        """What one layer with these pools and ``groups`` query heads per key head needs."""
         own = LayerStep(keys_SHD, values_SHD, self.slot_R, self.pad_BM, self.unpad_R)
         if self.view is not None:
             return own._replace(view=self.view, page_size=self.page_size)
-        if gathers and self.run is not None and self.shape[0] > 1:
-            self.slot_BL, self.run = self._slots_of_run(*self.run), None
         start, stride = self.run or (0, 0)
         mask = self.mask(sliding_window, groups, keys_SHD.dtype)
         return own._replace(slot_BL=self.slot_BL, start=start, stride=stride, mask=mask)
-
-    def _slots_of_run(self, start: int, stride: int) -> torch.Tensor:
-        batch, _, length = self.shape
-        first_B = start + stride * torch.arange(batch, device=self.slot_R.device)
-        return first_B.unsqueeze(1) + torch.arange(length, device=self.slot_R.device)
 
     def mask(self, sliding_window: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor:
         """The visibility as `ops.tree_attention` adds it, made once for all layers alike."""
@@ -136,11 +124,12 @@ def build_step(
     device: torch.device,
     is_prompt: bool = False,
     paged: bool | None = None,
+    gathers: bool = False,
 ) -> AttentionStep:
     """Index tensors for rows packed in the order of ``windows``.
 
     ``is_prompt``: the rows are chains of prompt tokens, which recurrent layers commit as they run.
-    ``paged``: read keys in their pages; None: where a kernel can do that.
+    ``paged``: read keys in their pages; None: where a kernel can do that. ``gathers``: see `spans`.
     """
     rows = [window.visible.shape[0] for window in windows]
     lengths = [window.prefix + window.visible.shape[1] for window in windows]
@@ -164,7 +153,7 @@ def build_step(
         return AttentionStep(*rows_in, *keys_in, lineage, view, table.page_size)
     visible_BML, key_position_BL = _visibility(windows, most, longest, device)
     spanned = [(w.sequence, length) for w, length in zip(windows, lengths, strict=True)]
-    run, slot_BL = spans(table, spanned, longest, device)
+    run, slot_BL = spans(table, spanned, longest, device, gathers)
     keys_in = visible_BML, query_position_BM, key_position_BL, run, slot_BL
     return AttentionStep(*rows_in, *keys_in, lineage)
 
@@ -202,7 +191,7 @@ def spans(
     """How to read the first entries of every (sequence, entries): as a run, or by ``slot_BL``.
 
     A run is (start, stride): all sequences are contiguous and equally spaced, in order. With
-    ``gathers`` only a sequence of its own is one.
+    ``gathers`` several sequences always go by slots, so that a compiler meets one case.
     """
     run = None if gathers and len(spanned) > 1 else _uniform_run(table, spanned, longest)
     if run is not None:

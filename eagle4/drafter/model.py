@@ -74,8 +74,6 @@ class Eagle4Drafter(PreTrainedModel):
         self.shared: SharedHeads | None = None  # set by `sharded.shard_drafter`
         self.post_init()
 
-    # -- what the target lends -------------------------------------------------------------------
-
     def bind(self, embed_tokens: nn.Module, lm_head: nn.Module) -> Eagle4Drafter:
         """Borrow the target's embedding and LM head for what this drafter does not own."""
         object.__setattr__(self, "_borrowed", BorrowedHead(embed_tokens, lm_head))
@@ -106,8 +104,6 @@ class Eagle4Drafter(PreTrainedModel):
                 "Eagle4ForCausalLM(target, drafter) or call drafter.bind(embed_tokens, lm_head)"
             )
         return self._borrowed
-
-    # -- one step --------------------------------------------------------------------------------
 
     def fuse(self, features_RTH: torch.Tensor) -> torch.Tensor:
         """Taps ``[..., T, H_target]``, low to high, to the drafter's input state ``[..., H]``."""
@@ -151,8 +147,6 @@ class Eagle4Drafter(PreTrainedModel):
         attention, width = cast(DraftBlock, self.layers[0]).self_attn, self.config.head_dim
         return attention.q_proj.out_features // width, attention.k_proj.out_features // width
 
-    # -- from state to tokens --------------------------------------------------------------------
-
     def propose(self, head_RH: torch.Tensor, top_k: int) -> Candidates:
         """Best ``top_k`` next tokens of every row with the reported log-probabilities."""
         heads = self.shared
@@ -171,8 +165,6 @@ class Eagle4Drafter(PreTrainedModel):
         if self.config.draft_vocab_size is not None:
             return found._replace(token_RK=found.token_RK + self.d2t[found.token_RK])
         return found
-
-    # -- files -----------------------------------------------------------------------------------
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike, *, dtype=None, device=None, **kwargs):

@@ -12,19 +12,15 @@ from typing import NamedTuple, Protocol
 import torch
 
 from .. import tree as trees
-from ..cache import AttentionStep, Window, build_step
+from ..cache import AttentionStep, Window
 from ..drafter import DraftOutput, Eagle4Drafter
 from ..harness import Policy
 from ..types import Candidates, Drawn, Plan, Tree
-from .level import MAX_CANDIDATES
+from .drafter_rows import forward, propose
 from .state import Sequence, State
 from .stats import SpeculationStats
 
 CHUNK = 512  # rows of one depth-0 forward
-
-
-class DraftError(RuntimeError):
-    """The drafter produced something unusable; decoding goes on without it."""
 
 
 class _Level(NamedTuple):
@@ -51,7 +47,7 @@ class Draft(Protocol):
 
 
 class EagleDraft:
-    """Drafts with an `Eagle4Drafter`, level by level as the policy wants."""
+    """Drafts with an `Eagle4Drafter`, level by level as planned."""
 
     def __init__(self, drafter: Eagle4Drafter, policy: Policy):
         self.drafter = drafter
@@ -69,7 +65,7 @@ class EagleDraft:
         plan = plan._replace(top_k=min(plan.top_k, self.drafter.num_proposable))
         setting = state, sequences, self.drafter
         growth, level, _ = begin(*setting, plan.max_depth, plan.top_k, stats)
-        while _wants_level(self.policy, plan, growth, depth_limit):
+        while _wants_level(plan, growth, depth_limit):
             growth, level, _ = expand(*setting, growth, level, plan.top_k, stats)
         stats.nodes_drafted += int(growth.pool.count_B.sum())
         limit_B = torch.tensor(depth_limit, device=state.device)
@@ -101,11 +97,11 @@ def root_level(root: DraftOutput, top_k: int) -> _Level:
     )
 
 
-def _wants_level(policy: Policy, plan: Plan, growth: trees.Growth, depth_limit: list[int]) -> bool:
-    if growth.depth >= max(depth_limit):
+def _wants_level(plan: Plan, growth: trees.Growth, depth_limit: list[int]) -> bool:
+    """As deep as planned; less where another level provably cannot change the verified tree."""
+    if growth.depth >= min(plan.max_depth, max(depth_limit)):
         return False
-    saturated = bool(trees.is_saturated(growth, plan.max_nodes).all())
-    return policy.go_deeper(plan, growth.depth, saturated)
+    return not bool(trees.is_saturated(growth, plan.max_nodes).all())
 
 
 def catch_up(
@@ -129,7 +125,7 @@ def catch_up(
             visible = torch.ones(count, count, dtype=torch.bool, device=state.device).tril()
             windows.append(Window(sequence.index, first, 0, position, visible))
             owners.append((sequence, count))
-        step = build_step(state.table, windows, state.device)
+        step = state.step(windows)
         fused = drafter.fuse(torch.cat(features))
         out = forward(state, drafter, fused, torch.cat(tokens), step, stats)
         row = -1
@@ -207,50 +203,4 @@ def _scratch_step(
         )
         for b, sequence in enumerate(sequences)
     ]
-    return build_step(state.table, windows, state.device)
-
-
-def forward(
-    state: State,
-    drafter: Eagle4Drafter,
-    hidden_RH: torch.Tensor,
-    token_R: torch.Tensor,
-    step: AttentionStep,
-    stats: SpeculationStats,
-) -> DraftOutput:
-    """One drafter step on the draft pool."""
-    heads, heads_kv = drafter.num_heads
-    asked = heads // heads_kv, drafter.config.sliding_window
-    layer = step.layer(*draft_pools(state, drafter), *asked, gathers=state.graphs.compiled)
-    if state.graphs.compiled:  # a view would bring the sizes of its base along
-        hidden_RH, token_R = hidden_RH.clone(), token_R.clone()
-    out = state.graphs.draft(drafter, hidden_RH, token_R, step.position_R, layer)
-    stats.draft_calls += 1
-    return out
-
-
-def draft_pools(state: State, drafter: Eagle4Drafter) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of the drafter's layer."""
-    shape = 0, drafter.num_heads[1], drafter.config.head_dim
-    like_RHD = torch.empty(shape, dtype=drafter.dtype, device=state.device)
-    return state.draft_pool.pair(0, like_RHD, like_RHD)
-
-
-def propose(
-    state: State,
-    sequences: list[Sequence],
-    drafter: Eagle4Drafter,
-    head_RH: torch.Tensor,
-    depth: int,
-    top_k: int,
-) -> Candidates:
-    """The likeliest children, ``depth`` behind the roots; sampling looks at the shared noise."""
-    if state.sampler is None:
-        candidates = state.graphs.propose(drafter, head_RH, top_k)
-    else:
-        width = min(drafter.num_proposable, MAX_CANDIDATES)
-        candidates = state.graphs.propose(drafter, head_RH, width)
-        candidates = state.sampler.rank(candidates, sequences, depth, top_k)
-    if not torch.isfinite(candidates.logp_RK[:, 0]).all():
-        raise DraftError("the drafter's probabilities are not finite")
-    return candidates
+    return state.step(windows)

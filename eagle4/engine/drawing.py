@@ -11,13 +11,14 @@ from collections.abc import Sequence as Rows
 import torch
 
 from .. import tree as trees
-from ..cache import Window, build_step
+from ..cache import Window
 from ..drafter import DraftOutput, Eagle4Drafter
 from ..harness import HarnessPolicy
 from ..noise import Purpose
 from ..types import Drawn, Law, Plan, Tree
 from .adaptive import Lap
-from .drafting import DraftError, EagleDraft, catch_up, forward
+from .drafter_rows import DraftError, forward
+from .drafting import EagleDraft, catch_up
 from .level import MAX_CANDIDATES
 from .sampler import Sampler
 from .state import Sequence, State
@@ -130,7 +131,7 @@ class _Drawing:
             Window(s.index, s.draft_length, first, s.draft_length + depth_W - 1, visible_KW)
             for s in self.sequences
         ]
-        step = build_step(state.table, windows, state.device)
+        step = state.step(windows)
         tokens = self.token_BN[:, level].flatten()
         return forward(state, self.drafter, hidden_BKH.flatten(0, 1), tokens, step, stats)
 

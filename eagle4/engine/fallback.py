@@ -7,7 +7,7 @@ import logging
 import torch
 
 from .call import Call
-from .drafting import DraftError
+from .drafter_rows import DraftError
 
 logger = logging.getLogger("eagle4")
 

@@ -83,9 +83,6 @@ def finish(canvas: Canvas, terms: Terms, shape: Shape) -> Finished:
     return Finished(tree, chosen_BP, (survival_BP * chosen_BP).sum())
 
 
-# -- parts of a level ----------------------------------------------------------------------------
-
-
 def start(
     root: DraftOutput, candidates: Candidates, terms: Terms, shape: Shape
 ) -> tuple[Canvas, torch.Tensor]:

@@ -18,7 +18,8 @@ from ..types import Drawn, Law, Tree
 from .call import Call, Request, Result
 from .choices import choose_tokens
 from .commit import commit_cache, commit_tokens
-from .drafting import Draft, DraftError
+from .drafter_rows import DraftError
+from .drafting import Draft
 from .fallback import is_out_of_memory, stop_speculating
 from .graphs import EAGER, Graphs
 from .output import Recorder, Streamer

@@ -20,7 +20,8 @@ from ..types import Plan, Tree
 from . import level as levels
 from .adaptive import Lap
 from .canvas import Canvas, Finished, Shape, Terms
-from .drafting import DraftError, EagleDraft, catch_up, draft_pools, propose
+from .drafter_rows import DraftError, draft_pools, propose
+from .drafting import EagleDraft, catch_up
 from .graphs import Opened
 from .level import NOT_FINITE
 from .state import Sequence, State

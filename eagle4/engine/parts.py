@@ -19,7 +19,8 @@ from ..target import TargetAdapter
 from ..types import Candidates, Tree
 from .adaptive import _probabilities, take
 from .canvas import Canvas, Shape, Terms
-from .drafting import catch_up, draft_pools, expand, propose, root_level
+from .drafter_rows import draft_pools, propose
+from .drafting import catch_up, expand, root_level
 from .graphs import EAGER, Graphs
 from .level import start
 from .measure import Case, Grid

@@ -93,7 +93,7 @@ def verify(
         state.reserve(sequence, sequence.length + count)
         tokens += [state.tokens(sequence)[-1:], tree.token_BN[b, :count]]
         windows.append(_tree_window(sequence, tree, ancestors_BNN, b, count))
-    step = build_step(state.table, windows, state.device)
+    step = state.step(windows)
     output = target.forward(
         torch.cat(tokens), step, state.target_pool, None, all_hidden_states=all_hidden_states
     )

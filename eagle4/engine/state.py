@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..cache import KVPool, PageTable
+from ..cache import AttentionStep, KVPool, PageTable, Window, build_step
 from .graphs import EAGER, Graphs
 
 if TYPE_CHECKING:
@@ -117,6 +117,11 @@ class State:
         for sequence in self.sequences:
             sequence.draft_length, sequence.pending = 0, []
         self.draft_pool.layers.clear()
+
+    def step(self, windows: list[Window]) -> AttentionStep:
+        """Index tensors of a forward of drafted or verified rows."""
+        gathers = self.graphs.compiled
+        return build_step(self.table, windows, self.device, gathers=gathers)
 
     def release(self, sequence: Sequence) -> None:
         """Give the sequence's pages back."""

@@ -53,8 +53,6 @@ class HarnessPolicy:
         self._chosen: list[list[int]] = []
         self._num_verified: int | None = None  # nodes of the round; None before they are known
 
-    # -- before a round --------------------------------------------------------------------------
-
     def plan(self, load: Load) -> Plan:
         """Plain or speculative; the limits within which the round's decisions are made."""
         self._load, self._prices, self._chosen, self._tokens = load, None, [], []
@@ -86,12 +84,6 @@ class HarnessPolicy:
     def is_hopeless(self) -> bool:
         """At this load not even a perfect drafter would pay."""
         return self._round.is_hopeless
-
-    def go_deeper(self, plan: Plan, depth: int, saturated: bool) -> bool:
-        """Of a fixed shape; `next_width` decides otherwise."""
-        return depth < plan.max_depth
-
-    # -- during a round --------------------------------------------------------------------------
 
     def begin_draft(self, limits: Sequence[int], probs: Sequence[Sequence[int]]) -> None:
         """The root's children, ``[B][top_k]`` probabilities in 2^-30."""
@@ -160,8 +152,6 @@ class HarnessPolicy:
         self._round.measured_ns += ns
         self.table.refine(kind, rows, self._load.context, ns)
 
-    # -- after a round ---------------------------------------------------------------------------
-
     def observe(self, tokens: Sequence[Sequence[int]], stage_ns: Mapping[str, int]) -> None:
         """Learn from the committed tokens and from what verification took."""
         done, load = self._round, self._load
@@ -218,8 +208,6 @@ class HarnessPolicy:
             if not regime.rounds:
                 gain, rate = max(self._known[size], gain), _REVISIT_RATE
             self.experience.fold_gain(size, min(gain, UNIT) / UNIT, rate)
-
-    # -- prices ----------------------------------------------------------------------------------
 
     def price(self, top_k: int) -> Prices:
         """What this round's decisions cost, for levels of up to ``top_k`` nodes."""

@@ -1,8 +1,4 @@
-"""The seam where a `Plan` comes from, and the policy that always plans the same.
-
-`FixedPolicy` drafts to a configured depth and stops early only when another level provably cannot
-change the verified tree.
-"""
+"""The seam where a `Plan` comes from, and the policy that always plans the same."""
 
 from __future__ import annotations
 
@@ -20,10 +16,6 @@ class Policy(Protocol):
         """The plan of the next round."""
         ...
 
-    def go_deeper(self, plan: Plan, depth: int, saturated: bool) -> bool:
-        """Whether to draft level ``depth + 1`` of a fixed shape; ``saturated``: it is useless."""
-        ...
-
     def observe(self, tokens: Sequence[Sequence[int]], stage_ns: Mapping[str, int]) -> None:
         """The round is over: tokens committed per sequence, nanoseconds per stage."""
         ...
@@ -37,9 +29,6 @@ class FixedPolicy:
 
     def plan(self, load: Load) -> Plan:
         return self._plan
-
-    def go_deeper(self, plan: Plan, depth: int, saturated: bool) -> bool:
-        return depth < plan.max_depth and not saturated
 
     def observe(self, tokens: Sequence[Sequence[int]], stage_ns: Mapping[str, int]) -> None:
         """Nothing is learned."""

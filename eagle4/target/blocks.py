@@ -58,7 +58,7 @@ class _StandIn:
                 return self._first(args, kwargs)
             key, value = state.pool.layers[self.layer]
             asked = self.call.groups, self.call.sliding_window
-            own = state.step.layer(key, value, *asked, gathers=True)
+            own = state.step.layer(key, value, *asked)
             return run(self.block, args, kwargs | {KEYWORD: own})
 
         return forward
