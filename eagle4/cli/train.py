@@ -31,8 +31,8 @@ def train(args: Namespace) -> int:
     features = Path(args.data) / FEATURES
     taps = FeatureStore(features).manifest["target"]["tap_layers"]
     # The drafter borrows embedding and LM head; in fp32 the losses see what they are.
-    args.dtype, args.device = "float32", args.device or _own_device()
-    target, tokenizer, _ = load_target(args)
+    args.dtype, args.device = "float32", _own_device(args.device)
+    target, tokenizer, _ = load_target(args, is_whole=True)
     drafter_config, init = _start(args, target, taps)
     if args.sweep:
         return _sweep(args, target, init, features, config, candidates)
@@ -56,10 +56,12 @@ def _settings(kind: Any, given: dict[str, Any], pairs: Sequence[str], option: st
     return kind(**{**given, **parse_settings(pairs, names, option)})
 
 
-def _own_device() -> str:
-    """One GPU per process where there are some."""
+def _own_device(device: str | None) -> str:
+    """One GPU per process where there are some and nothing else is asked for."""
     count = torch.cuda.device_count()
-    return f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % count}" if count else "cpu"
+    if count and device in (None, "cuda"):
+        return f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % count}"
+    return device or "cpu"
 
 
 def _start(

@@ -102,7 +102,8 @@ def train_command(commands) -> None:
         train.train,
         "train a drafter on stored features",
         "eagle4 train --data runs/data --out runs/drafter --max-minutes 60",
-        "Writes FOLDER/drafter and FOLDER/metrics.json. An interrupted run continues.",
+        "Writes FOLDER/drafter and FOLDER/metrics.json. An interrupted run continues. Several "
+        "processes share every step: torchrun --nproc-per-node 2 -m eagle4 train ...",
     )
     parser.add_argument("--data", required=True, metavar="FOLDER", help="what `eagle4 data` wrote")
     parser.add_argument("--out", required=True, metavar="FOLDER", help="folder of the run")

@@ -23,6 +23,7 @@ from .candidates import fit_candidate_head, init_candidate_head
 from .card import write_card
 from .curves import draw_curves
 from .features import FeatureStore, target_identity, write_atomically
+from .jsonl import read_rows
 from .judge import EngineDecode, held_out_prompts, whole_drafter
 from .runs import assemble
 from .settings import CandidateConfig, TrainConfig
@@ -130,7 +131,7 @@ def _best(trainer: Trainer, last: dict[str, Any]) -> tuple[Eagle4Drafter, dict[s
         kept = Eagle4Drafter.from_pretrained(best, dtype=torch.float32)
         kept.to(next(trainer.drafter.parameters()).device)  # pyright: ignore
         drafter = kept.bind(drafter.embedding, drafter.target_head)
-        records = [json.loads(line) for line in (trainer.folder / "log.jsonl").open()]
+        records = read_rows(trainer.folder / "log.jsonl")
         held_out = [r["held_out"] for r in records if "held_out" in r]
         last = max(held_out, key=lambda m: m.get("tau_measured", m["tau_chain"]))
     steps = {"steps": trainer.state.step, "train_seconds": round(trainer.seconds)}

@@ -11,7 +11,6 @@ along; such a run resumes, but not bit for bit.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -27,6 +26,7 @@ from ..ops import has_fast_bf16
 from .distributed import Workers, full
 from .features import FeatureStore
 from .heads import Columns, sample_columns
+from .jsonl import append_row, drop_cut_line
 from .judge import Decode, Judge
 from .losses import depth_weights
 from .optim import build_optimizer
@@ -222,8 +222,7 @@ class Trainer:
     def log(self, record: dict[str, Any]) -> None:
         """Append to ``log.jsonl`` and tell the trackers."""
         if self.workers.is_main:
-            with open(self.folder / "log.jsonl", "a") as file:
-                file.write(json.dumps(record) + "\n")
+            append_row(self.folder / "log.jsonl", record)
             numbers = {k: float(v) for k, v in record.items() if isinstance(v, (int, float))}
             self.workers.log(numbers, self.state.step)
 
@@ -232,14 +231,17 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint; every process takes part, the main one writes."""
         state = self.state._replace(seconds=self.seconds)
-        tensors = (self.params, self.ema, self.routing.tensors())
-        save_state(self.folder, state, *tensors, self.optimizer, self.config, self.workers.is_main)
+        save_state(self.folder, state, *self._parts(), self.workers.is_main)
+
+    def _parts(self) -> tuple:
+        return self.params, self.ema, self.routing.tensors(), self.optimizer, self.config
 
     def resume(self) -> bool:
         """Continue from the folder's checkpoint, if there is one."""
-        tensors = (self.params, self.ema, self.routing.tensors())
-        found = load_state(self.folder, *tensors, self.optimizer, self.config)
+        found = load_state(self.folder, *self._parts())
         self._started = time.monotonic()
+        if self.workers.is_main:
+            drop_cut_line(self.folder / "log.jsonl")
         if found is None:
             return False
         self.state = found
