@@ -25,7 +25,7 @@ def check_command(command: str) -> None:
     """Raise `ValueError` for a command that several processes cannot share."""
     if launched_size() > 1 and command not in COMMANDS:
         raise ValueError(
-            f"`eagle4 {command}` runs in one process; under torchrun there are {', '.join(COMMANDS)}"
+            f"`eagle4 {command}` runs in one process; torchrun is for {', '.join(COMMANDS)}"
         )
 
 

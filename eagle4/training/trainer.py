@@ -84,8 +84,6 @@ class Trainer:
         self.state = TrainState()
         self._started = time.monotonic()
 
-    # -- schedule --------------------------------------------------------------------------------
-
     @property
     def seconds(self) -> float:
         """Training time so far, over all resumptions."""
@@ -99,8 +97,6 @@ class Trainer:
             clock = self.seconds / (60 * self.config.max_minutes)
             done = max(done, self.workers.agree(clock))
         return min(1.0, done)
-
-    # -- one step --------------------------------------------------------------------------------
 
     def columns(self, batch: list[tuple[int, int]], progress: float) -> Columns | None:
         """Vocabulary of this step's loss, the same for all its parts; None is all of it."""
@@ -179,8 +175,6 @@ class Trainer:
                 f"{[index for index, _ in batch]}); check the features or lower lr"
             )
 
-    # -- the loop --------------------------------------------------------------------------------
-
     def train(self) -> dict[str, Any]:
         """Run (or resume) to the end; returns the last metrics. Leaves the average in place."""
         self.resume()
@@ -226,19 +220,16 @@ class Trainer:
             numbers = {k: float(v) for k, v in record.items() if isinstance(v, (int, float))}
             self.workers.log(numbers, self.state.step)
 
-    # -- files -----------------------------------------------------------------------------------
-
     def save(self) -> None:
         """Write a checkpoint; every process takes part, the main one writes."""
         state = self.state._replace(seconds=self.seconds)
-        save_state(self.folder, state, *self._parts(), self.workers.is_main)
-
-    def _parts(self) -> tuple:
-        return self.params, self.ema, self.routing.tensors(), self.optimizer, self.config
+        tensors = (self.params, self.ema, self.routing.tensors())
+        save_state(self.folder, state, *tensors, self.optimizer, self.config, self.workers.is_main)
 
     def resume(self) -> bool:
         """Continue from the folder's checkpoint, if there is one."""
-        found = load_state(self.folder, *self._parts())
+        tensors = (self.params, self.ema, self.routing.tensors())
+        found = load_state(self.folder, *tensors, self.optimizer, self.config)
         self._started = time.monotonic()
         if self.workers.is_main:
             drop_cut_line(self.folder / "log.jsonl")
