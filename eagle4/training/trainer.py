@@ -135,7 +135,8 @@ class Trainer:
     def _gradients(self, batch: list[tuple[int, int]], progress: float) -> Scored:
         """Forward and backward over this process's share; sums over all processes."""
         config, workers = self.config, self.workers
-        parts = micro_batches(self.store, batch, workers.rank, workers.world, config, self._device)
+        share = (workers.rank, workers.world, config, self._device, self.state.step)
+        parts = micro_batches(self.store, batch, *share)
         count_K = workers.total(count_valid(parts))
         scored = Scored.zeros(config.num_depths, count_K)
         columns = self.columns(batch, progress)
