@@ -125,30 +125,32 @@ class _Scores:
                 yield b, slice(first, min(first + self.rows, anchors))
 
     def _score(self, b: int, part: slice, kind: str, share_K: torch.Tensor | None) -> torch.Tensor:
-        """Note a chunk's losses and overlaps; returns weighted slopes in place of its logits."""
+        """Note a chunk's losses and overlaps; returns weighted slopes in place of its products."""
         hidden_KMH = self.head_BKMH[b, :, part]
         depths, anchors = hidden_KMH.shape[:2]
         impl = "triton" if hidden_KMH.is_cuda else "torch"
         taught = self.teacher_BJH[b, part.start : part.stop + depths - 1]
-        logp_JC = _logits(taught, *self.teacher).log_softmax(-1)
+        logp_JC = _logits(_product(taught, self.teacher[0]), self.teacher[1]).log_softmax(-1)
         # one product for all depths: the weights are read (and re-ordered, on a CPU) once
-        logits_KMC = _logits(hidden_KMH, *self.student)
-        for k, logits_MC in enumerate(logits_KMC):
+        scored_KMC = _product(hidden_KMH, self.student[0])
+        for k, scored_MC in enumerate(scored_KMC):
             share_M = None if share_K is None else share_K[k].expand(anchors)
+            logits_MC = _logits(scored_MC, self.student[1])
             found = divergence(logits_MC, logp_JC[k : k + anchors], kind, share_M, impl=impl)
             self.loss_BKM[b, k, part], self.overlap_BKM[b, k, part] = found[0], found[2]
-            torch.mul(found.grad_RV, self.weight_BKM[b, k, part, None], out=logits_MC)
-        return logits_KMC
+            torch.mul(found.grad_RV, self.weight_BKM[b, k, part, None], out=scored_MC)
+        return scored_KMC
 
     def _add_gradients(self, b: int, part: slice, slope_KMC: torch.Tensor) -> None:
         weight_CH, (grad_head, grad_weight, grad_bias) = self.student[0], self.grads
         if grad_head is not None:
-            grad_head[b, :, part] = (slope_KMC.to(weight_CH.dtype) @ weight_CH).float()
+            grad_head[b, :, part] = (slope_KMC @ weight_CH).float()
         if grad_weight is not None:
             hidden_KMH = self.head_BKMH[b, :, part]
-            grad_weight.addmm_(slope_KMC.flatten(0, 1).T, hidden_KMH.flatten(0, 1).float())
+            slope_RC, hidden_RH = slope_KMC.flatten(0, 1), hidden_KMH.flatten(0, 1)
+            grad_weight.addmm_(slope_RC.T.float(), hidden_RH.float())
         if grad_bias is not None:
-            grad_bias += slope_KMC.sum((0, 1))
+            grad_bias += slope_KMC.sum((0, 1), dtype=torch.float32)
 
     def _kl_shares(self) -> torch.Tensor:
         """``exp(-eta * mean overlap)`` of every depth, over the rows that count."""
@@ -159,8 +161,10 @@ class _Scores:
         return torch.exp(-self.eta * mean_K)
 
 
-def _logits(
-    hidden: torch.Tensor, weight_CH: torch.Tensor, bias_C: torch.Tensor | None
-) -> torch.Tensor:
-    logits = (hidden.to(weight_CH.dtype) @ weight_CH.T).float()
-    return logits if bias_C is None else logits.add_(bias_C)
+def _product(hidden: torch.Tensor, weight_CH: torch.Tensor) -> torch.Tensor:
+    return hidden.to(weight_CH.dtype) @ weight_CH.T
+
+
+def _logits(product: torch.Tensor, bias_C: torch.Tensor | None) -> torch.Tensor:
+    logits = product.float()
+    return logits if bias_C is None else logits + bias_C
