@@ -19,6 +19,8 @@ class TrainConfig:
     random tokens. ``feature_noise``: uniform noise on the target's features, as a share of their
     root mean square (EAGLE-1 trains with noise, EAGLE-3 without). ``freeze``: beginnings of
     parameter names that are not trained; a candidate head and what the target lends never are.
+    ``lora_rank``: train only low-rank updates of the linear layers of a drafter that training goes
+    on from (0: all of its weights); not with ``recompute`` or ``"shard"``.
     ``schedule``: ``"cosine"``, ``"linear"``, ``"wsd"`` (falls over the last ``decay_fraction``) or
     ``"constant"``. ``max_minutes`` ends a run by the clock. ``ema_decay`` 0 switches the weight
     average off. ``max_skipped`` non-finite steps end the run with an error. ``precision``:
@@ -55,6 +57,7 @@ class TrainConfig:
     ema_decay: float = 0.98
     feature_noise: float = 0.0
     freeze: tuple[str, ...] = ()
+    lora_rank: int = 0
     num_frequent: int = 4096
     num_sampled: int = 2048
     full_vocab_fraction: float = 0.1
@@ -87,6 +90,10 @@ class TrainConfig:
                 raise ValueError(
                     f"{name} must be one of {list(allowed)}, got {getattr(self, name)!r}"
                 )
+        if self.lora_rank < 0:
+            raise ValueError(f"lora_rank must be 0 or more, got {self.lora_rank}")
+        if self.lora_rank and (self.recompute or self.sharding == "shard"):
+            raise ValueError('lora_rank goes neither with recompute nor with sharding="shard"')
         for name in _FRACTIONS:
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")

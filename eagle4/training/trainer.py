@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
 from tqdm.auto import tqdm
 
 from ..drafter.model import Eagle4Drafter
@@ -29,6 +30,7 @@ from .heads import Columns, sample_columns
 from .jsonl import append_row, drop_cut_line
 from .judge import Decode, Judge
 from .losses import depth_weights
+from .low_rank import add_low_rank, is_update
 from .optim import build_optimizer
 from .routing import Routing
 from .runs import RunSampler, split_held_out, supervised_counts
@@ -62,8 +64,13 @@ class Trainer:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._device = next(drafter.parameters()).device
         self.workers = Workers(self._device, config.trackers, self.folder)
+        if config.lora_rank:
+            if not is_continued:
+                raise ValueError("lora_rank is for a trained drafter; start from one (init)")
+            add_low_rank(drafter, config.lora_rank, config.seed)
         for name, param in drafter.named_parameters():
-            param.requires_grad_(not _is_frozen(name, config.freeze))
+            is_chosen = is_update(name) or not config.lora_rank
+            param.requires_grad_(is_chosen and not _is_frozen(name, config.freeze))
         self.workers.wrap(drafter, config.sharding)
         self.drafter = drafter
         self.params = {n: p for n, p in drafter.named_parameters() if p.requires_grad}
@@ -149,7 +156,7 @@ class Trainer:
                 count_K=count_K,
                 config=config,
             )
-            with workers.accumulating(i == len(parts) - 1):
+            with workers.accumulating(i == len(parts) - 1), parametrize.cached():
                 with self.autocast():
                     found = workers(compute)
                 (found.total * workers.world).backward()
@@ -234,10 +241,8 @@ class Trainer:
         self._started = time.monotonic()
         if self.workers.is_main:
             drop_cut_line(self.folder / "log.jsonl")
-        if found is None:
-            return False
-        self.state = found
-        return True
+        self.state = found or self.state
+        return found is not None
 
 
 def _is_frozen(name: str, freeze: tuple[str, ...]) -> bool:
