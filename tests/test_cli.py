@@ -176,6 +176,14 @@ def test_from_prompts_to_a_drafter_that_generates(folders, tmp_path, capsys):
     words = ["train", *folders[:2], "--data", data, "--out", run + "2", "--init", trained]
     assert main([*words, "--steps", "1", "--set", "num_anchors=4", "--set", "lr=0.0001"]) == 0
     assert Path(last_line(capsys)["out"]).is_dir()
+    bare = str(tmp_path / "bare")
+    words = ["data", *folders[:2], "--prompts", str(prompts), "--out", bare, "--no-features"]
+    assert main([*words, "--max-new-tokens", "24", "--limit", "6"]) == 0
+    assert last_line(capsys)["num_sequences"] >= 4 and not (tmp_path / "bare/features").exists()
+    words = ["train", *folders[:2], "--data", bare, "--out", run + "3", "--init", trained]
+    words += ["--steps", "1", "--set", "num_anchors=4"]
+    assert main(words) == 2 and "not a feature store" in capsys.readouterr().err
+    assert main([*words, "--online"]) == 0 and Path(last_line(capsys)["out"]).is_dir()
     assert Eagle4Drafter.from_pretrained(trained).config.intermediate_size == 48
     words = ["generate", *folders[:2], "--drafter", trained, "--prompt", "w1", "--max-new-tokens"]
     assert main([*words, "4"]) == 0

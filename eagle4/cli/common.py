@@ -28,12 +28,13 @@ class Loaded(NamedTuple):
     device: torch.device
 
 
-def load_target(args: Namespace) -> tuple[Any, Any, torch.device]:
+def load_target(args: Namespace, is_whole: bool = False) -> tuple[Any, Any, torch.device]:
     """``(target, tokenizer, device)`` from ``--target``, ``--dtype`` and ``--device``.
 
-    Under `torchrun` the target stays on the CPU until every process has taken its share.
+    Under `torchrun` the target stays on the CPU until every process has taken its share, unless
+    ``is_whole``: then every process keeps all of it.
     """
-    tp_size = launched_size()
+    tp_size = 1 if is_whole else launched_size()
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     place = torch.device("cpu") if tp_size > 1 else device
     dtype: Any = args.dtype

@@ -39,7 +39,9 @@ def data(args: Namespace) -> int:
     _answer(args, target, tokenizer, folder, ends)
     statistics = add_statistics(folder, folder / RESPONSES, ends)
     print(describe(statistics))
-    counts = _store(target, taps, identity, folder)
+    counts = {"num_sequences": statistics["sequences"], "num_supervised": statistics["supervised"]}
+    if not args.no_features:
+        counts = _store(target, taps, identity, folder)
     supervised = {"supervised_share": statistics["supervised_share"]}
     print(json.dumps({"command": "data", "out": args.out, **counts, **supervised}))
     return 0

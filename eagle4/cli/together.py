@@ -1,4 +1,7 @@
-"""Several processes under `torchrun` that run one command: which commands may, and who speaks."""
+"""Several processes under `torchrun` that run one command: which commands may, and who speaks.
+
+`generate` splits the target between them; `train` shares out the steps, each with a whole target.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,15 @@ import transformers
 
 from ..parallel.launch import launched_rank, launched_size
 
-COMMANDS = ("generate",)
+COMMANDS = ("generate", "train")
 PATIENCE = timedelta(seconds=5)  # with the store that decides who reports an error
 
 
 def check_command(command: str) -> None:
-    """Raise `ValueError` for a command that cannot share a model between processes."""
+    """Raise `ValueError` for a command that several processes cannot share."""
     if launched_size() > 1 and command not in COMMANDS:
         raise ValueError(
-            f"`eagle4 {command}` runs in one process; under torchrun there is {', '.join(COMMANDS)}"
+            f"`eagle4 {command}` runs in one process; torchrun is for {', '.join(COMMANDS)}"
         )
 
 

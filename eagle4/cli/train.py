@@ -8,7 +8,7 @@ import os
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig
@@ -17,29 +17,32 @@ from ..config import Eagle4Config, structural_keys
 from ..drafter import Eagle4Drafter
 from ..drafter.export import export
 from .common import load_target
-from .data import FEATURES
+from .data import FEATURES, RESPONSES
+
+if TYPE_CHECKING:
+    from ..training import FeatureStore
 
 
 def train(args: Namespace) -> int:
     """Train (or resume) a drafter on what `eagle4 data` wrote."""
-    from ..training import FeatureStore, TrainConfig, train_drafter
+    from ..training import TrainConfig, train_drafter
     from ..training.settings import CandidateConfig
 
     given = {"steps": args.steps, "max_minutes": args.max_minutes, "seed": args.seed}
     config = _settings(TrainConfig, given, args.set, "--set")
     candidates = _settings(CandidateConfig, {}, args.candidate_set, "--candidate-set")
-    features = Path(args.data) / FEATURES
-    taps = FeatureStore(features).manifest["target"]["tap_layers"]
+    identity = _identity(args)
     # The drafter borrows embedding and LM head; in fp32 the losses see what they are.
-    args.dtype, args.device = "float32", args.device or _own_device()
-    target, tokenizer, _ = load_target(args)
-    drafter_config, init = _start(args, target, taps)
+    args.dtype, args.device = "float32", _own_device(args.device)
+    target, tokenizer, _ = load_target(args, is_whole=True)
+    drafter_config, init = _start(args, target, identity["tap_layers"])
+    store = _open_store(args, identity, target)
     if args.sweep:
-        return _sweep(args, target, init, features, config, candidates)
+        return _sweep(args, target, init, store, config, candidates)
     if args.dry_run:
-        return _dry_run(args, target, drafter_config, features, config)
+        return _dry_run(args, target, drafter_config, store, config)
     _, metrics = train_drafter(
-        *(target, tokenizer, features, args.out),
+        *(target, tokenizer, store, args.out),
         drafter_config=drafter_config,
         config=config,
         candidates=candidates,
@@ -50,16 +53,37 @@ def train(args: Namespace) -> int:
     return 0
 
 
+def _identity(args: Namespace) -> dict[str, Any]:
+    """Whose features these are: cheap, and wrong folders are found out before the target loads."""
+    from ..training import FeatureStore
+    from ..training.manifest import read_identity
+
+    if args.online:
+        return read_identity(Path(args.data))
+    return FeatureStore(Path(args.data) / FEATURES).manifest["target"]
+
+
+def _open_store(args: Namespace, identity: dict[str, Any], target: Any) -> FeatureStore:
+    from ..training import FeatureStore
+    from ..training.online import OnlineFeatures
+
+    if args.online:
+        return OnlineFeatures(Path(args.data) / RESPONSES, identity, target)
+    return FeatureStore(Path(args.data) / FEATURES)
+
+
 def _settings(kind: Any, given: dict[str, Any], pairs: Sequence[str], option: str) -> Any:
     names = [field.name for field in dataclasses.fields(kind)]
     given = {name: value for name, value in given.items() if value is not None}
     return kind(**{**given, **parse_settings(pairs, names, option)})
 
 
-def _own_device() -> str:
-    """One GPU per process where there are some."""
+def _own_device(device: str | None) -> str:
+    """One GPU per process where there are some and nothing else is asked for."""
     count = torch.cuda.device_count()
-    return f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % count}" if count else "cpu"
+    if count and device in (None, "cuda"):
+        return f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % count}"
+    return device or "cpu"
 
 
 def _start(
@@ -78,10 +102,9 @@ def _start(
 
 
 def _sweep(
-    args: Namespace, target: Any, init: Any, features: Path, config: Any, candidates: Any
+    args: Namespace, target: Any, init: Any, store: FeatureStore, config: Any, candidates: Any
 ) -> int:
     """Candidate heads of several ranks for a trained drafter: recall against cost."""
-    from ..training import FeatureStore
     from ..training.recipe import start_drafter
     from ..training.sweep import as_table, sweep
     from ..training.trainer import Trainer
@@ -89,7 +112,6 @@ def _sweep(
     if init is None:
         raise ValueError("--sweep compares candidate heads of a trained drafter; pass it as --init")
     ranks = [int(word) for word in args.sweep.split(",")]
-    store = FeatureStore(features)
     drafter = start_drafter(target, init.config, store, config, init)
     trainer = Trainer(drafter, store, Path(args.out), config)
     counts = [init.config.num_candidates]
@@ -101,13 +123,12 @@ def _sweep(
 
 
 def _dry_run(
-    args: Namespace, target: Any, drafter_config: Eagle4Config, features: Path, config: Any
+    args: Namespace, target: Any, drafter_config: Eagle4Config, store: FeatureStore, config: Any
 ) -> int:
     """Counts, memory and time of a run that is not made."""
-    from ..training import FeatureStore
     from ..training.estimate import estimate
 
-    found = estimate(target, drafter_config, FeatureStore(features), config)
+    found = estimate(target, drafter_config, store, config)
     for name, value in found.items():
         print(f"{name:24} {value:,}" if isinstance(value, int) else f"{name:24} {value}")
     print(json.dumps({"command": "train", "dry_run": True, **found}))

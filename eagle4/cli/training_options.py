@@ -35,6 +35,11 @@ def data_command(commands) -> None:
         metavar="N",
         help="target blocks whose outputs are stored (default: the rule of the public drafters)",
     )
+    parser.add_argument(
+        "--no-features",
+        action="store_true",
+        help="answers only, for `eagle4 train --online`: features of large targets fill disks",
+    )
     length_option(parser, 512)
     model_options(parser, drafter=False)
 
@@ -102,7 +107,8 @@ def train_command(commands) -> None:
         train.train,
         "train a drafter on stored features",
         "eagle4 train --data runs/data --out runs/drafter --max-minutes 60",
-        "Writes FOLDER/drafter and FOLDER/metrics.json. An interrupted run continues.",
+        "Writes FOLDER/drafter and FOLDER/metrics.json. An interrupted run continues. Several "
+        "processes share every step: torchrun --nproc-per-node 2 -m eagle4 train ...",
     )
     parser.add_argument("--data", required=True, metavar="FOLDER", help="what `eagle4 data` wrote")
     parser.add_argument("--out", required=True, metavar="FOLDER", help="folder of the run")
@@ -129,6 +135,11 @@ def train_command(commands) -> None:
         "--dry-run",
         action="store_true",
         help="print counts, memory and time of the run instead of making it",
+    )
+    parser.add_argument(
+        "--online",
+        action="store_true",
+        help="compute features with the target whenever they are needed instead of reading them",
     )
     parser.add_argument("--device", help="cpu, cuda, ... (default: this process's GPU, or cpu)")
     target_option(parser)

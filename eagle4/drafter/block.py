@@ -82,6 +82,16 @@ class DraftAttention(nn.Module):
             query, key = apply_rotary_pos_emb(query, key, *rotary, unsqueeze_dim=-2)
         return query, key, value
 
+    def keys(self, hidden: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotated key and value ``[..., heads, D]`` of rows that ask nothing."""
+        key, value = (
+            small_linear(hidden, proj).unflatten(-1, (-1, self.head_dim))
+            for proj in (self.k_proj, self.v_proj)
+        )
+        if rotary is not None:
+            key = apply_rotary_pos_emb(key[..., :0, :], key, *rotary, unsqueeze_dim=-2)[1]
+        return key, value
+
 
 class DraftMLP(nn.Module):
     """SwiGLU."""

@@ -9,12 +9,13 @@ for MoE drafters expert load over its mean. Needs matplotlib; without it nothing
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import os
 import sys
 from pathlib import Path
 from typing import Any
+
+from .jsonl import read_rows
 
 logger = logging.getLogger(__name__)
 _LENGTHS = {
@@ -27,10 +28,8 @@ _LENGTHS = {
 def read_log(folder: str | os.PathLike) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """(steps, evaluations) of a run; steps that a resumed run repeated appear once, the later."""
     steps, evaluations = {}, {}
-    with open(Path(folder) / "log.jsonl") as file:
-        for line in file:
-            record = json.loads(line)
-            (evaluations if "held_out" in record else steps)[record["step"]] = record
+    for record in read_rows(Path(folder) / "log.jsonl"):
+        (evaluations if "held_out" in record else steps)[record["step"]] = record
     return [steps[k] for k in sorted(steps)], [evaluations[k] for k in sorted(evaluations)]
 
 

@@ -19,6 +19,7 @@ from ..drafter.model import Eagle4Drafter
 from ..modeling import Eagle4ForCausalLM
 from .distributed import full
 from .features import FeatureStore
+from .low_rank import has_updates, merged_state
 from .metrics import evaluate
 from .runs import assemble, held_out_runs
 from .ttt import Runs
@@ -126,10 +127,12 @@ class Judge:
 
 
 def whole_drafter(drafter: Eagle4Drafter) -> Eagle4Drafter:
-    """The drafter itself, or a copy with whole tensors of one that FSDP2 has divided."""
-    if not any(isinstance(param, DTensor) for param in drafter.parameters()):
+    """The drafter itself, or a copy with whole, merged tensors of one that FSDP2 has divided or
+    that has low-rank updates."""
+    is_divided = any(isinstance(param, DTensor) for param in drafter.parameters())
+    if not (is_divided or has_updates(drafter)):
         return drafter
-    state = {name: full(value) for name, value in drafter.state_dict().items()}
+    state = {name: full(value) for name, value in merged_state(drafter).items()}
     copied = Eagle4Drafter(drafter.config)
     copied.load_state_dict(state)
     copied.to(next(iter(state.values())).device)  # pyright: ignore

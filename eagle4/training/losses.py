@@ -8,6 +8,7 @@ from the logits on; which divergence is measured is `ops.divergence`'s choice of
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from ..ops import divergence
 from .heads import Heads
 
-LOGITS_BUDGET = 1 << 25  # logits of one chunk of anchors: 128 MB in float32
+LOGITS_BUDGET = 1 << 25  # logits of one chunk of anchors at all depths: 128 MB in float32
 
 
 class DraftLoss(NamedTuple):
@@ -69,7 +70,7 @@ def draft_loss(
         is_shared = student_CH is teacher_CH
         teacher_CH = teacher_CH.to(dtype)
         student_CH = teacher_CH if is_shared else student_CH.to(dtype)
-    rows = max(1, budget // max(1, teacher_CH.shape[0]))
+    rows = max(1, budget // max(1, teacher_CH.shape[0] * head_BKMH.shape[1]))
     job = (teacher_BJH, teacher_CH, heads.teacher_bias_C, weight_BKM, kind, eta, rows)
     return DraftLoss(*_DraftLoss.apply(head_BKMH, student_CH, heads.student_bias_C, *job))
 
@@ -111,53 +112,59 @@ class _Scores:
             torch.zeros_like(tensor, dtype=torch.float32) if needs and tensor is not None else None
             for tensor, needs in zip(needed, needs_grad, strict=False)
         ]
-        for b, k, part, found, hidden in self._chunks(self.kind, share_K):
-            self.loss_BKM[b, k, part], self.overlap_BKM[b, k, part] = found[0], found[2]
-            slope_MC = found.grad_RV.mul_(self.weight_BKM[b, k, part, None])
-            self._add_gradients(b, k, part, slope_MC, hidden)
+        for b, part in self._chunks():
+            self._add_gradients(b, part, self._score(b, part, self.kind, share_K))
         dtype = self.head_BKMH.dtype
         self.grads[0] = None if self.grads[0] is None else self.grads[0].to(dtype)
 
-    def _add_gradients(self, b, k, part, slope_MC, hidden_MH) -> None:
-        weight_CH, (grad_head, grad_weight, grad_bias) = self.student[0], self.grads
-        if grad_head is not None:
-            grad_head[b, k, part] = (slope_MC.to(weight_CH.dtype) @ weight_CH).float()
-        if grad_weight is not None:
-            grad_weight.addmm_(slope_MC.T, hidden_MH.float())
-        if grad_bias is not None:
-            grad_bias += slope_MC.sum(0)
-
-    def _chunks(self, kind, share_K):
-        """(run, depth, anchors, divergence, hidden states) of every chunk."""
-        batch, depths, anchors = self.weight_BKM.shape
-        impl = "triton" if self.head_BKMH.is_cuda else "torch"
+    def _chunks(self) -> Iterator[tuple[int, slice]]:
+        """(run, anchors) of every chunk; all depths of the anchors belong to it."""
+        batch, _, anchors = self.weight_BKM.shape
         for b in range(batch):
             for first in range(0, anchors, self.rows):
-                part = slice(first, min(first + self.rows, anchors))
-                last = part.stop + depths - 1
-                logp_JC = _logits(self.teacher_BJH[b, first:last], *self.teacher).log_softmax(-1)
-                for k in range(depths):
-                    hidden_MH = self.head_BKMH[b, k, part]
-                    logits_MC = _logits(hidden_MH, *self.student)
-                    logp_MC = logp_JC[k : k + len(hidden_MH)]
-                    share_M = None
-                    if share_K is not None:
-                        share_M = share_K[k].expand(len(hidden_MH))
-                    found = divergence(logits_MC, logp_MC, kind, share_M, impl=impl)
-                    yield b, k, part, found, hidden_MH
+                yield b, slice(first, min(first + self.rows, anchors))
+
+    def _score(self, b: int, part: slice, kind: str, share_K: torch.Tensor | None) -> torch.Tensor:
+        """Note a chunk's losses and overlaps; returns weighted slopes in place of its products."""
+        hidden_KMH = self.head_BKMH[b, :, part]
+        depths, anchors = hidden_KMH.shape[:2]
+        impl = "triton" if hidden_KMH.is_cuda else "torch"
+        taught = self.teacher_BJH[b, part.start : part.stop + depths - 1]
+        logp_JC = _logits(_product(taught, self.teacher[0]), self.teacher[1]).log_softmax(-1)
+        # one product for all depths: the weights are read (and re-ordered, on a CPU) once
+        scored_KMC = _product(hidden_KMH, self.student[0])
+        for k, scored_MC in enumerate(scored_KMC):
+            share_M = None if share_K is None else share_K[k].expand(anchors)
+            logits_MC = _logits(scored_MC, self.student[1])
+            found = divergence(logits_MC, logp_JC[k : k + anchors], kind, share_M, impl=impl)
+            self.loss_BKM[b, k, part], self.overlap_BKM[b, k, part] = found[0], found[2]
+            torch.mul(found.grad_RV, self.weight_BKM[b, k, part, None], out=scored_MC)
+        return scored_KMC
+
+    def _add_gradients(self, b: int, part: slice, slope_KMC: torch.Tensor) -> None:
+        weight_CH, (grad_head, grad_weight, grad_bias) = self.student[0], self.grads
+        if grad_head is not None:
+            grad_head[b, :, part] = (slope_KMC @ weight_CH).float()
+        if grad_weight is not None:
+            hidden_KMH = self.head_BKMH[b, :, part]
+            slope_RC, hidden_RH = slope_KMC.flatten(0, 1), hidden_KMH.flatten(0, 1)
+            grad_weight.addmm_(slope_RC.T.float(), hidden_RH.float())
+        if grad_bias is not None:
+            grad_bias += slope_KMC.sum((0, 1), dtype=torch.float32)
 
     def _kl_shares(self) -> torch.Tensor:
         """``exp(-eta * mean overlap)`` of every depth, over the rows that count."""
-        overlap_BKM = torch.zeros_like(self.overlap_BKM)
-        for b, k, part, found, _ in self._chunks("tv", None):
-            overlap_BKM[b, k, part] = found.overlap_R
+        for b, part in self._chunks():
+            self._score(b, part, "tv", None)
         counted_BKM = self.weight_BKM > 0
-        mean_K = (overlap_BKM * counted_BKM).sum((0, 2)) / counted_BKM.sum((0, 2)).clamp_min(1)
+        mean_K = (self.overlap_BKM * counted_BKM).sum((0, 2)) / counted_BKM.sum((0, 2)).clamp_min(1)
         return torch.exp(-self.eta * mean_K)
 
 
-def _logits(
-    hidden: torch.Tensor, weight_CH: torch.Tensor, bias_C: torch.Tensor | None
-) -> torch.Tensor:
-    logits = (hidden.to(weight_CH.dtype) @ weight_CH.T).float()
-    return logits if bias_C is None else logits.add_(bias_C)
+def _product(hidden: torch.Tensor, weight_CH: torch.Tensor) -> torch.Tensor:
+    return hidden.to(weight_CH.dtype) @ weight_CH.T
+
+
+def _logits(product: torch.Tensor, bias_C: torch.Tensor | None) -> torch.Tensor:
+    logits = product.float()
+    return logits if bias_C is None else logits + bias_C

@@ -21,6 +21,7 @@ from .features import write_atomically
 from .sequences import training_sequences
 
 FILE = "manifest.json"
+_NOT_IDENTITY = ("name", "revision", "dtype", "weights")
 
 
 def weights_fingerprint(model: nn.Module) -> str:
@@ -68,6 +69,18 @@ def check_made_by(folder: Path, wanted: dict[str, Any]) -> None:
             f"{folder} was made differently ({'; '.join(changed)}); repeat the settings or take a "
             "new folder"
         )
+
+
+def read_identity(folder: Path) -> dict[str, Any]:
+    """What the folder's target was, as `features.target_identity` gives it.
+
+    Raises `ValueError` for a folder that `eagle4 data` did not write.
+    """
+    path = folder / FILE
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; write the folder with `eagle4 data`")
+    target = json.loads(path.read_text())["made_by"]["target"]
+    return {key: target[key] for key in target if key not in _NOT_IDENTITY}
 
 
 def _keys(found: dict[str, Any], part: str) -> list[str]:

@@ -22,7 +22,8 @@ from ..drafter.pairing import check_pair, tokenizer_fingerprint
 from .candidates import fit_candidate_head, init_candidate_head
 from .card import write_card
 from .curves import draw_curves
-from .features import FeatureStore, target_identity, write_atomically
+from .features import FeatureStore, check_identity, target_identity, write_atomically
+from .jsonl import read_rows
 from .judge import EngineDecode, held_out_prompts, whole_drafter
 from .runs import assemble
 from .settings import CandidateConfig, TrainConfig
@@ -36,7 +37,7 @@ WARM_START_RUNS = 64
 def train_drafter(
     target: Any,
     tokenizer: Any,
-    store_folder: str | os.PathLike,
+    features: str | os.PathLike | FeatureStore,
     folder: str | os.PathLike,
     *,
     drafter_config: Eagle4Config | None = None,
@@ -46,6 +47,7 @@ def train_drafter(
 ) -> tuple[Eagle4Drafter, dict[str, Any]]:
     """Train (or resume) a drafter for a target; returns it with its held-out metrics.
 
+    ``features``: a folder that a `FeatureWriter` filled, or a store such as `OnlineFeatures`.
     ``drafter_config`` None: the form of ``init``, else `Eagle4Config.for_target`. ``init``: a
     drafter whose weights are the start, mapped to ``drafter_config`` where that differs; the
     optimiser is fresh. Raises `ValueError` when the store belongs to another target, tokenizer or
@@ -58,7 +60,8 @@ def train_drafter(
     drafter_config.tokenizer_fingerprint = fingerprint
     check_pair(drafter_config, target.config, tokenizer)
     identity = target_identity(target.config, drafter_config.tap_layers, fingerprint)
-    store = FeatureStore(store_folder, identity)
+    store = features if isinstance(features, FeatureStore) else FeatureStore(features)
+    check_identity(store.manifest["target"], identity, str(store.folder))
     drafter = start_drafter(target, drafter_config, store, config, init)
     trainer = make_trainer(target, drafter, store, folder, config, init is not None)
     metrics = trainer.train()
@@ -130,7 +133,7 @@ def _best(trainer: Trainer, last: dict[str, Any]) -> tuple[Eagle4Drafter, dict[s
         kept = Eagle4Drafter.from_pretrained(best, dtype=torch.float32)
         kept.to(next(trainer.drafter.parameters()).device)  # pyright: ignore
         drafter = kept.bind(drafter.embedding, drafter.target_head)
-        records = [json.loads(line) for line in (trainer.folder / "log.jsonl").open()]
+        records = read_rows(trainer.folder / "log.jsonl")
         held_out = [r["held_out"] for r in records if "held_out" in r]
         last = max(held_out, key=lambda m: m.get("tau_measured", m["tau_chain"]))
     steps = {"steps": trainer.state.step, "train_seconds": round(trainer.seconds)}

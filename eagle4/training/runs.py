@@ -124,6 +124,21 @@ def assemble(
     )
 
 
+def with_noise(runs: Runs, amplitude: float, seeds: Sequence[int]) -> Runs:
+    """Runs whose features carry uniform noise of at most ``amplitude`` times their row's RMS.
+
+    Of every row and tap by itself, because taps differ in scale; the teacher's states stay clean.
+    ``seeds``: one per run, so that how a step's runs are shared out changes nothing. EAGLE-1's
+    noise is of absolute size.
+    """
+    noisy = []
+    for seed, clean_NTH in zip(seeds, runs.feature_NTH.split(runs.length_B.tolist()), strict=True):
+        drawn_NTH = torch.rand(clean_NTH.shape, generator=torch.Generator().manual_seed(seed))
+        scale_NT1 = amplitude * clean_NTH.square().mean(-1, keepdim=True).sqrt()
+        noisy.append(clean_NTH + (2 * drawn_NTH - 1) * scale_NT1)
+    return runs._replace(feature_NTH=torch.cat(noisy))
+
+
 def _one(sequence: FeatureSequence, start: int, num_anchors: int, num_depths: int):
     ids, mask = sequence.ids.long(), sequence.mask
     num_slots = len(ids) - 1

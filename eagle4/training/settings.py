@@ -16,14 +16,18 @@ class TrainConfig:
     `ops.divergence`; ``lk_eta`` is lk_lambda's. ``depth_decay``: weight of a depth relative to the
     one before, or a weight for every depth. ``full_vocab_fraction``: the last part of training that
     scores the whole vocabulary; before it, ``num_frequent`` + the batch's own + ``num_sampled``
-    random tokens. ``freeze``: beginnings of parameter names that are not trained; a candidate head
-    and what the target lends never are. ``schedule``: ``"cosine"``, ``"linear"``, ``"wsd"`` (falls
-    over the last ``decay_fraction``) or ``"constant"``. ``max_minutes`` ends a run by the clock.
-    ``ema_decay`` 0 switches the weight average off. ``max_skipped`` non-finite steps end the run
-    with an error. ``precision``: ``"bfloat16"`` multiplies in bf16 under autocast, weights and
-    optimiser state stay float32; ``"auto"`` does so where the device is fast at it. ``recompute``:
-    activations of a depth are computed again in the backward pass instead of kept. ``sharding``
-    with several processes: ``"replicate"`` (DDP) or ``"shard"`` (FSDP2).
+    random tokens. ``feature_noise``: uniform noise on the target's features, as a share of their
+    root mean square (EAGLE-1 trains with noise, EAGLE-3 without). ``freeze``: beginnings of
+    parameter names that are not trained; a candidate head and what the target lends never are.
+    ``lora_rank``: train only low-rank updates of the linear layers of a drafter that training goes
+    on from (0: all of its weights); not with ``recompute`` or ``"shard"``.
+    ``schedule``: ``"cosine"``, ``"linear"``, ``"wsd"`` (falls over the last ``decay_fraction``) or
+    ``"constant"``. ``max_minutes`` ends a run by the clock. ``ema_decay`` 0 switches the weight
+    average off. ``max_skipped`` non-finite steps end the run with an error. ``precision``:
+    ``"bfloat16"`` multiplies in bf16 under autocast, weights and optimiser state stay float32;
+    ``"auto"`` does so where the device is fast at it. ``recompute``: activations of a depth are
+    computed again in the backward pass instead of kept. ``sharding`` with several processes:
+    ``"replicate"`` (DDP) or ``"shard"`` (FSDP2).
 
     Every ``eval_every`` steps ``eval_runs`` held-out runs are scored ``eval_depths`` deep, and the
     engine decodes ``decode_prompts`` held-out prompts (0: none) for ``decode_tokens`` tokens; the
@@ -51,7 +55,9 @@ class TrainConfig:
     final_lr_fraction: float = 0.02
     clip_norm: float = 1.0
     ema_decay: float = 0.98
+    feature_noise: float = 0.0
     freeze: tuple[str, ...] = ()
+    lora_rank: int = 0
     num_frequent: int = 4096
     num_sampled: int = 2048
     full_vocab_fraction: float = 0.1
@@ -84,6 +90,10 @@ class TrainConfig:
                 raise ValueError(
                     f"{name} must be one of {list(allowed)}, got {getattr(self, name)!r}"
                 )
+        if self.lora_rank < 0:
+            raise ValueError(f"lora_rank must be 0 or more, got {self.lora_rank}")
+        if self.lora_rank and (self.recompute or self.sharding == "shard"):
+            raise ValueError('lora_rank goes neither with recompute nor with sharding="shard"')
         for name in _FRACTIONS:
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
@@ -92,7 +102,7 @@ class TrainConfig:
 _AT_LEAST_ONE = ("steps", "batch_size", "accumulation", "num_anchors", "num_depths", "eval_every")
 _FRACTIONS = (
     *("full_vocab_fraction", "held_out_fraction", "warmup_fraction", "decay_fraction"),
-    *("final_lr_fraction", "ema_decay"),
+    *("final_lr_fraction", "ema_decay", "feature_noise"),
 )
 _CHOICES = {
     "optimizer": ("muon", "adamw"),

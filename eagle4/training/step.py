@@ -16,7 +16,7 @@ from .features import FeatureStore
 from .heads import Columns, loss_heads, teacher_is_kept
 from .losses import draft_loss, row_weights
 from .routing import auxiliary_loss
-from .runs import assemble
+from .runs import assemble, with_noise
 from .settings import TrainConfig
 from .ttt import Runs, unroll
 
@@ -37,16 +37,21 @@ def micro_batches(
     world: int,
     config: TrainConfig,
     device: torch.device,
+    step: int = 0,
 ) -> list[Runs]:
     """This process's share of a step's runs, in ``config.accumulation`` parts.
 
     Every process gets the same number of parts; one that would be empty repeats a run without
-    supervision, so that all take part in every exchange.
+    supervision, so that all take part in every exchange. ``step`` seeds the noise on the features.
     """
-    parts = []
+    parts, seed = [], (config.seed * 1_000_003 + step) * len(batch)
     for i in range(config.accumulation):
-        chosen = batch[i * world + rank :: world * config.accumulation]
+        share = slice(i * world + rank, None, world * config.accumulation)
+        chosen = batch[share]
         runs = assemble(store, chosen or batch[:1], config.num_anchors, config.num_depths)
+        if config.feature_noise:
+            seeds = range(seed, seed + len(batch))[share] or [seed]
+            runs = with_noise(runs, config.feature_noise, seeds)
         if not chosen:
             runs = runs._replace(valid_BKM=torch.zeros_like(runs.valid_BKM))
         parts.append(Runs(*(tensor.to(device) for tensor in runs)))

@@ -11,7 +11,6 @@ along; such a run resumes, but not bit for bit.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
 from tqdm.auto import tqdm
 
 from ..drafter.model import Eagle4Drafter
@@ -27,8 +27,10 @@ from ..ops import has_fast_bf16
 from .distributed import Workers, full
 from .features import FeatureStore
 from .heads import Columns, sample_columns
+from .jsonl import append_row, drop_cut_line
 from .judge import Decode, Judge
 from .losses import depth_weights
+from .low_rank import add_low_rank, is_update
 from .optim import build_optimizer
 from .routing import Routing
 from .runs import RunSampler, split_held_out, supervised_counts
@@ -62,8 +64,13 @@ class Trainer:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._device = next(drafter.parameters()).device
         self.workers = Workers(self._device, config.trackers, self.folder)
+        if config.lora_rank:
+            if not is_continued:
+                raise ValueError("lora_rank is for a trained drafter; start from one (init)")
+            add_low_rank(drafter, config.lora_rank, config.seed)
         for name, param in drafter.named_parameters():
-            param.requires_grad_(not _is_frozen(name, config.freeze))
+            is_chosen = is_update(name) or not config.lora_rank
+            param.requires_grad_(is_chosen and not _is_frozen(name, config.freeze))
         self.workers.wrap(drafter, config.sharding)
         self.drafter = drafter
         self.params = {n: p for n, p in drafter.named_parameters() if p.requires_grad}
@@ -84,8 +91,6 @@ class Trainer:
         self.state = TrainState()
         self._started = time.monotonic()
 
-    # -- schedule --------------------------------------------------------------------------------
-
     @property
     def seconds(self) -> float:
         """Training time so far, over all resumptions."""
@@ -99,8 +104,6 @@ class Trainer:
             clock = self.seconds / (60 * self.config.max_minutes)
             done = max(done, self.workers.agree(clock))
         return min(1.0, done)
-
-    # -- one step --------------------------------------------------------------------------------
 
     def columns(self, batch: list[tuple[int, int]], progress: float) -> Columns | None:
         """Vocabulary of this step's loss, the same for all its parts; None is all of it."""
@@ -139,7 +142,8 @@ class Trainer:
     def _gradients(self, batch: list[tuple[int, int]], progress: float) -> Scored:
         """Forward and backward over this process's share; sums over all processes."""
         config, workers = self.config, self.workers
-        parts = micro_batches(self.store, batch, workers.rank, workers.world, config, self._device)
+        share = (workers.rank, workers.world, config, self._device, self.state.step)
+        parts = micro_batches(self.store, batch, *share)
         count_K = workers.total(count_valid(parts))
         scored = Scored.zeros(config.num_depths, count_K)
         columns = self.columns(batch, progress)
@@ -152,7 +156,7 @@ class Trainer:
                 count_K=count_K,
                 config=config,
             )
-            with workers.accumulating(i == len(parts) - 1):
+            with workers.accumulating(i == len(parts) - 1), parametrize.cached():
                 with self.autocast():
                     found = workers(compute)
                 (found.total * workers.world).backward()
@@ -178,8 +182,6 @@ class Trainer:
                 f"{self.state.skipped} training steps were not finite (last sequences "
                 f"{[index for index, _ in batch]}); check the features or lower lr"
             )
-
-    # -- the loop --------------------------------------------------------------------------------
 
     def train(self) -> dict[str, Any]:
         """Run (or resume) to the end; returns the last metrics. Leaves the average in place."""
@@ -222,12 +224,9 @@ class Trainer:
     def log(self, record: dict[str, Any]) -> None:
         """Append to ``log.jsonl`` and tell the trackers."""
         if self.workers.is_main:
-            with open(self.folder / "log.jsonl", "a") as file:
-                file.write(json.dumps(record) + "\n")
+            append_row(self.folder / "log.jsonl", record)
             numbers = {k: float(v) for k, v in record.items() if isinstance(v, (int, float))}
             self.workers.log(numbers, self.state.step)
-
-    # -- files -----------------------------------------------------------------------------------
 
     def save(self) -> None:
         """Write a checkpoint; every process takes part, the main one writes."""
@@ -240,10 +239,10 @@ class Trainer:
         tensors = (self.params, self.ema, self.routing.tensors())
         found = load_state(self.folder, *tensors, self.optimizer, self.config)
         self._started = time.monotonic()
-        if found is None:
-            return False
-        self.state = found
-        return True
+        if self.workers.is_main:
+            drop_cut_line(self.folder / "log.jsonl")
+        self.state = found or self.state
+        return found is not None
 
 
 def _is_frozen(name: str, freeze: tuple[str, ...]) -> bool:

@@ -127,12 +127,14 @@ def attend_private(
     groups, width = key_BPGD.shape[-2:]
     query = query_BMAD.unflatten(-2, (groups, -1)) * width**-0.5
     base = torch.einsum("bmgad,bpgd->bgamp", query, key_BPGD)
-    base = base.masked_fill(~mask_BMP[:, None, None], float("-inf"))
-    scores = [base]
+    # added, not filled: a sum needs no work in the backward pass
+    bias_BMP = torch.zeros_like(mask_BMP, dtype=base.dtype).masked_fill_(~mask_BMP, float("-inf"))
+    scores = [base + bias_BMP[:, None, None]]
     if keys:
         private_BIMGD = torch.stack(keys, dim=1)
         scores.append(torch.einsum("bmgad,bimgd->bgami", query, private_BIMGD))
-    weight = F.softmax(torch.cat(scores, dim=-1), dim=-1, dtype=torch.float32).to(query.dtype)
+    # in the scores' precision, float32 inside: what the next product would round it to
+    weight = F.softmax(torch.cat(scores, dim=-1), dim=-1)
     num_base = key_BPGD.shape[1]
     out = torch.einsum("bgamp,bpgd->bmgad", weight[..., :num_base], value_BPGD)
     if keys:
@@ -148,7 +150,7 @@ def _context_keys(
     embed_NH = drafter.embed(token_N).to(fused_NH.dtype)
     _, hidden = block.attention_input(fused_NH, embed_NH)
     position_N = torch.arange(keep_BP.shape[1], device=token_N.device).expand_as(keep_BP)[keep_BP]
-    _, key, value = block.self_attn.project(hidden, drafter.rotary(hidden, position_N + 1))
+    key, value = block.self_attn.keys(hidden, drafter.rotary(hidden, position_N + 1))
     return _padded(key, keep_BP), _padded(value, keep_BP)
 
 

@@ -1,18 +1,22 @@
 """Catches: a command that starts on several ranks without sharing anything, ranks that all print,
-an error that every rank reports or none."""
+an error that every rank reports or none, a target that training splits."""
 
 from __future__ import annotations
 
 import logging
 import os
 import socket
+from argparse import Namespace
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 import transformers
+from tiny import tiny_llama, tiny_tokenizer
 
 from eagle4.cli import main, together
+from eagle4.cli.common import load_target
 
 
 @pytest.fixture
@@ -63,3 +67,15 @@ def test_when_the_store_died_with_rank_0_rank_1_reports(launched, capfd):
         found.append(together.is_first_to_fail())
     assert found == [True, False, False]
     assert not capfd.readouterr().err
+
+
+def test_training_keeps_the_whole_target_on_every_rank(launched, tmp_path):
+    """One head cannot be split; each process of a training run needs all of it anyway."""
+    tiny_llama(num_attention_heads=1, num_key_value_heads=1).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    together.check_command("train")
+    args = Namespace(target=str(tmp_path), dtype="float32", device="cpu")
+    target, _, device = load_target(args, is_whole=True)
+    assert target.device == device == torch.device("cpu")
+    with pytest.raises(ValueError, match="heads"):
+        load_target(args)

@@ -1,4 +1,5 @@
-"""Can catch: a log that cannot be drawn, steps that a resumed run repeated and that count twice."""
+"""Can catch: a log that cannot be drawn, steps that a resumed run repeated and that count twice, a
+last line that a kill has cut."""
 
 import importlib.util
 import json
@@ -15,7 +16,8 @@ def write_log(folder, with_load):
         records = [{**record, "expert_load": 1.5} for record in records]
     records.insert(2, {"step": 2, "seconds": 2, "held_out": held_out})
     records.append({"step": 4, "seconds": 9, "loss": 0.25})
-    (folder / "log.jsonl").write_text("\n".join(map(json.dumps, records)))
+    lines = [json.dumps(record) + "\n" for record in records]
+    (folder / "log.jsonl").write_text("".join(lines) + '{"step": 5, "lo')  # a kill cut the last
 
 
 def test_repeated_steps_count_once(tmp_path):

@@ -76,9 +76,9 @@ def test_bf16_products_keep_fp32_weights_and_nearly_the_loss(tmp_path, target, s
     assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=2e-2)
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_resumed_run_is_bit_identical(tmp_path, target, store, optimizer):
-    config = dataclasses.replace(QUICK, optimizer=optimizer)
+@pytest.mark.parametrize(("optimizer", "noise"), [("muon", 0.1), ("adamw", 0.0)])
+def test_resumed_run_is_bit_identical(tmp_path, target, store, optimizer, noise):
+    config = dataclasses.replace(QUICK, optimizer=optimizer, feature_noise=noise)
     straight = Trainer(tiny_drafter(target), store, tmp_path / "a", config)
     straight.train()
 
@@ -104,6 +104,9 @@ def test_resumed_run_is_bit_identical(tmp_path, target, store, optimizer):
 
 def test_changed_settings_do_not_resume(tmp_path, target, store):
     Trainer(tiny_drafter(target), store, tmp_path, QUICK).train()
+    noisy = dataclasses.replace(QUICK, feature_noise=0.1)
+    with pytest.raises(ValueError, match="feature_noise: 0.0 -> 0.1"):
+        Trainer(tiny_drafter(target), store, tmp_path, noisy).train()
     other = Trainer(tiny_drafter(target), store, tmp_path, dataclasses.replace(QUICK, lr=1.0))
     with pytest.raises(ValueError, match="lr: 0.005 -> 1.0"):
         other.train()
@@ -227,8 +230,14 @@ def test_how_a_step_is_cut_does_not_change_it(tmp_path, target, store, change):
 @pytest.mark.parametrize(
     "wrong",
     [
-        *({"steps": 0}, {"accumulation": 0}, {"ema_decay": 2.0}, {"optimizer": "sgd"}),
-        *({"precision": "fp8"}, {"loss": "l2"}, {"schedule": "step"}, {"sharding": "zero"}),
+        *({"steps": 0}, {"accumulation": 0}, {"ema_decay": 2.0}, {"feature_noise": -1.0}),
+        *(
+            {"optimizer": "sgd"},
+            {"precision": "fp8"},
+            {"loss": "l2"},
+            {"schedule": "step"},
+            {"sharding": "zero"},
+        ),
     ],
 )
 def test_bad_settings_are_named(wrong):

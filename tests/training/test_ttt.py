@@ -1,6 +1,6 @@
 """Can catch: a query that sees another slot's drafted keys, a window that does not shrink with
 depth, positions off by one, teacher-forced tokens or states shifted the wrong way, supervision
-beyond the end, context padding that leaks."""
+beyond the end, context padding that leaks, attention whose gradient is off in low precision."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from eagle4 import Eagle4ForCausalLM
 from eagle4.training.extract import tapped
 from eagle4.training.features import FeatureSequence
 from eagle4.training.runs import assemble
-from eagle4.training.ttt import unroll
+from eagle4.training.ttt import attend_private, unroll
 from eagle4.types import Candidates
 from tests.training.small import TAPS, tiny_drafter, tiny_store, tiny_target
 
@@ -119,6 +119,61 @@ def test_unrolled_equals_the_engine(target, form, window):
         wanted = torch.stack(heads[i * NUM_DEPTHS : (i + 1) * NUM_DEPTHS])
         logits = target.lm_head(found), target.lm_head(wanted)
         torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+def filled_attention(query, key, value, mask, keys, values):
+    """`attend_private` as one writes it down: filled scores, a float32 softmax per anchor."""
+    heads = query.shape[2] // key.shape[2]
+    rows = []
+    for m in range(query.shape[1]):
+        own_key, own_value = (
+            torch.cat([base, *(part[:, m : m + 1] for part in parts)], dim=1)
+            for base, parts in ((key, keys), (value, values))
+        )
+        own_key, own_value = (x.repeat_interleave(heads, 2) for x in (own_key, own_value))
+        scores = torch.einsum("bad,bpad->bap", query[:, m], own_key) * query.shape[-1] ** -0.5
+        seen = torch.cat([mask[:, m], mask.new_ones(len(mask), len(keys))], dim=-1)
+        weight = scores.float().masked_fill(~seen[:, None], float("-inf")).softmax(-1)
+        rows.append(torch.einsum("bap,bpad->bad", weight.to(own_value.dtype), own_value))
+    return torch.stack(rows, dim=1)
+
+
+@pytest.mark.parametrize("num_private", [0, 3])
+@pytest.mark.parametrize("is_bf16", [False, True])
+def test_attention_equals_the_written_down_one(num_private, is_bf16):
+    """Value and gradients; in bf16 it may be as far from float64 as that is, not further."""
+    generator = torch.Generator().manual_seed(4)
+    shapes = [(2, 5, 4, 16), (2, 9, 2, 16), (2, 9, 2, 16), *[(2, 5, 2, 16)] * 2 * num_private]
+    inputs = [torch.randn(shape, generator=generator) for shape in shapes]
+    mask = torch.rand(2, 5, 9, generator=generator) > 0.4
+    mask[..., 0] = True
+    upstream = torch.randn(2, 5, 4, 16, generator=generator)
+
+    def run(attend, dtype=torch.float32):
+        tensors = [x.to(dtype, copy=True).requires_grad_() for x in inputs]
+        private = tensors[3 : 3 + num_private], tensors[3 + num_private :]
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_bf16 and dtype == torch.float32):
+            out = attend(*tensors[:3], mask, *private)
+        (out * upstream).sum().backward()
+        return [out.detach().double(), *(x.grad.double() for x in tensors)]
+
+    exact = run(filled_attention, torch.float64)
+    found, plain = run(attend_private), run(filled_attention)
+    for i, (wanted, a, b) in enumerate(zip(exact, found, plain, strict=True)):
+        if is_bf16:
+            assert (a - wanted).norm() <= 1.3 * (b - wanted).norm() + 1e-6, i
+        else:
+            torch.testing.assert_close(a, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_that_ask_nothing_have_the_same_keys(target):
+    for form in FORMS.values():
+        attention = tiny_drafter(target, **form).layers[0].self_attn
+        hidden = torch.randn(2, 5, attention.k_proj.in_features)
+        position = torch.arange(10).view(2, 5)
+        rotary = tiny_drafter(target, **form).rotary(hidden, position)
+        wanted = attention.project(hidden, rotary)[1:]
+        assert all(map(torch.equal, attention.keys(hidden, rotary), wanted))
 
 
 def test_recomputed_activations_give_the_same_gradients(target, store):
