@@ -118,6 +118,7 @@ class Silent(BaseStreamer):
 def counted(vocab: VocabShard | None) -> Iterator[dict[str, Any] | None]:
     """Fills a report with the bytes that this rank sends inside; None on one process.
 
+    ``sums`` is what adds up the parts of layers: "gloo", "nccl" or "one-shot" (small parts).
     ``verify_bytes_per_round`` is what choosing tokens took, ``whole_bytes_per_round`` what
     gathering the logits of the same rows would have taken; prefills count as rounds. An error that
     gets out of here left the ranks at different points, so this one leaves.
@@ -138,6 +139,7 @@ def counted(vocab: VocabShard | None) -> Iterator[dict[str, Any] | None]:
     sent, rounds = dict(ranks.sent_bytes), max(vocab.asked["rounds"], 1)
     report |= {
         "ranks": ranks.size,
+        "sums": ranks.sums,
         "bytes": sent,
         "verify_bytes_per_round": (sent.get("verify", 0) + sent.get("rows", 0)) / rounds,
         "whole_bytes_per_round": vocab.asked["whole_bytes"] / rounds,

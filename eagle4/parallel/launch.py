@@ -1,7 +1,7 @@
 """Join the processes that a launcher started: `torchrun --nproc-per-node 4 ...`.
 
 The backend follows the device and is the same on all ranks, which is checked once, together with
-the versions that the arithmetic depends on.
+the versions that the arithmetic depends on; then the ranks choose how they add up (see `sums`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from transformers import AutoConfig, PreTrainedModel
 from ..machine import package_version
 from .plan import check_size
 from .ranks import Ranks
+from .sums import choose_sum
 
 TIMEOUT_S = 300.0  # silence of a rank after which the others stop
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -78,7 +79,8 @@ def join(
         )
     assert dist.group.WORLD is not None
     ranks = Ranks(dist.group.WORLD, place)
-    _check_alike(ranks, {"device": kind, "backend": dist.get_backend(), **_versions()})
+    _check_alike(ranks, {"device": kind, "backend": ranks.backend, **_versions()})
+    ranks.sum_impl = choose_sum(ranks)
     return ranks
 
 
