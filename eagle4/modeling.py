@@ -24,6 +24,7 @@ from .engine import Eagle4Cache, Request, Result, SpeculationStats, requests, ru
 from .engine.call import CACHE_KEYWORD, Eagle4Output
 from .engine.graphs import EAGER, CompileMode, Graphs, check_mode, is_compiled
 from .engine.home import HarnessHome
+from .engine.loading import load_drafter, load_target
 from .engine.speculation import policy_and_draft
 from .engine.warmup import warm_up
 from .harness import HarnessPolicy
@@ -94,11 +95,6 @@ class Eagle4ForCausalLM(TargetShell):
         self._tap_layers = taps
         self._graphs: Graphs | None = None
 
-    def _adopt_generation_config(self) -> None:
-        """What was loaded for the whole holds for the target alone, too."""
-        self.target.generation_config = copy.deepcopy(self.generation_config)
-        self.generation_config = speculative_defaults(self.generation_config)
-
     @property
     def adapter(self) -> TargetAdapter:
         """The packed view of the target; built at first use, once the weights are in place."""
@@ -139,32 +135,36 @@ class Eagle4ForCausalLM(TargetShell):
         A single folder written by `save_pretrained` holds both. ``dtype`` and ``device`` apply to
         both parts; other keyword arguments go to the target's own `from_pretrained`. ``tp_size``:
         split both over so many processes (`torchrun --nproc-per-node N ...`); the device is then
-        ``"cpu"`` or ``"cuda"``. Sizes that do not divide are refused before anything is loaded.
+        ``"cpu"`` or ``"cuda"``. Sizes that do not divide are refused before anything is loaded, and
+        of a target that is not loaded yet every process reads its share only.
         """
         check_mode(compile)
-        if tp_size is not None and tp_size != 1:
-            ranks = start(target, tp_size, device, kwargs)
-            kwargs |= {"tokenizer": tokenizer, "dtype": dtype, "compile": compile}
-            return cls.from_pretrained(target, drafter, *args, **kwargs).shard(ranks)
-        dtype = "auto" if dtype is None else dtype
-        if drafter is None and not isinstance(target, PreTrainedModel) and is_pair(target, kwargs):
-            kwargs["output_loading_info"] = True
-            model, info = super().from_pretrained(target, *args, dtype=dtype, **kwargs)  # type: ignore
-            check_complete(target, info)
-            model._adopt_generation_config()
-            model._attach(tokenizer)
+        kwargs["dtype"] = "auto" if dtype is None else dtype
+        ranks = None
+        if tp_size not in (None, 1):
+            ranks, device = start(target, tp_size, device, kwargs), None
+        if is_pair(target, drafter, kwargs):
+            model = cls._load_pair(target, *args, tokenizer=tokenizer, **kwargs)
             model.compile_mode = compile
-            return model if device is None else model.to(device)
-        model = target
-        if not isinstance(model, PreTrainedModel):
-            model = AutoModelForCausalLM.from_pretrained(model, *args, dtype=dtype, **kwargs)
-        if isinstance(model, cls):  # a pair whose drafter is replaced
-            model = model.target
+        else:
+            loaded = load_target(target, *args, ranks=ranks, **kwargs)
+            if isinstance(loaded, cls):  # a pair whose drafter is replaced
+                loaded = loaded.target
+            model = cls(loaded, load_drafter(drafter, loaded), tokenizer, compile)
         if device is not None:
-            model = model.to(device)
-        if drafter is not None and not isinstance(drafter, Eagle4Drafter):
-            drafter = Eagle4Drafter.from_pretrained(drafter, target_config=model.config)
-        return cls(model, drafter, tokenizer, compile)
+            model.to(device)
+        return model if ranks is None else model.shard(ranks)
+
+    @classmethod
+    def _load_pair(cls, source: Any, *args, tokenizer: Any, **kwargs):
+        kwargs["output_loading_info"] = True
+        model, info = super().from_pretrained(source, *args, **kwargs)  # type: ignore
+        check_complete(source, info)
+        # What was loaded for the whole holds for the target alone, too.
+        model.target.generation_config = copy.deepcopy(model.generation_config)
+        model.generation_config = speculative_defaults(model.generation_config)
+        model._attach(tokenizer)
+        return model
 
     def save_pretrained(self, *args, **kwargs):
         """Transformers' own; a `SpeculativeConfig` among the defaults is written as its fields.

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Mapping
 from typing import Any
 
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from .config import Eagle4Config
 
@@ -38,15 +39,21 @@ class Eagle4PairConfig(PreTrainedConfig):
         super().__init__(**kwargs)
 
 
-def is_pair(path: str | os.PathLike, kwargs: dict[str, Any]) -> bool:
-    """Whether a folder or hub id holds a target and a drafter together.
+def hub_config(source: Any, kwargs: Mapping[str, Any]) -> PreTrainedConfig:
+    """The configuration of a folder or hub id.
 
-    ``kwargs`` of `from_pretrained` may say which revision, with which token, from which cache.
+    ``kwargs`` of `from_pretrained` may hold it, or say which revision, with which token, from which
+    cache.
     """
     names = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trust_remote_code")
-    hub = {name: kwargs[name] for name in names if name in kwargs}
-    config = kwargs.get("config") or AutoConfig.from_pretrained(path, **hub)
-    return config.model_type == Eagle4PairConfig.model_type
+    where = {name: kwargs[name] for name in names if name in kwargs}
+    return kwargs.get("config") or AutoConfig.from_pretrained(source, **where)
+
+
+def is_pair(source: Any, drafter: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether the arguments of `from_pretrained` name a folder with target and drafter together."""
+    is_single = drafter is None and not isinstance(source, PreTrainedModel)
+    return is_single and hub_config(source, kwargs).model_type == Eagle4PairConfig.model_type
 
 
 def check_complete(path: str | os.PathLike, info: dict[str, Any]) -> None:

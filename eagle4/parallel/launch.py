@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..machine import package_version
+from ..pair import hub_config
 from .plan import check_size
 from .ranks import Ranks
 from .sums import choose_sum
@@ -41,13 +42,8 @@ def start(
 
     ``hub``: arguments of `from_pretrained`, some of which say where a configuration is found.
     """
-    if isinstance(target, PreTrainedModel):
-        config = target.config
-    else:
-        names = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
-        where = {name: hub[name] for name in (*names, "trust_remote_code") if name in hub}
-        config = hub.get("config") or AutoConfig.from_pretrained(target, **where)
-    check_size(config, tp_size)
+    is_loaded = isinstance(target, PreTrainedModel)
+    check_size(target.config if is_loaded else hub_config(target, hub), tp_size)
     return join(tp_size, device)
 
 
