@@ -14,7 +14,7 @@ import transformers
 
 from ..parallel.launch import launched_rank, launched_size
 
-COMMANDS = ("generate",)
+COMMANDS = ("generate", "profile", "bench", "check")
 PATIENCE = timedelta(seconds=5)  # with the store that decides who reports an error
 
 

@@ -50,6 +50,10 @@ class Ranks:
         """What adds up, in words: ``"one-shot"`` (small parts), or the backend that always does."""
         return "one-shot" if self.sum_impl == "one_shot" else self.backend
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+        """Itself: a copy of a share belongs to the same group."""
+        return self
+
     # -- tensors ---------------------------------------------------------------------------------
 
     def all_reduce(self, part: torch.Tensor, purpose: str) -> torch.Tensor:
