@@ -38,6 +38,13 @@ class Eagle4PairConfig(PreTrainedConfig):
         self.drafter_config = drafter_config
         super().__init__(**kwargs)
 
+    @classmethod
+    def of(cls, target: PreTrainedModel, drafter: PreTrainedModel | None) -> Eagle4PairConfig:
+        """The configuration of loaded parts."""
+        drafter_config: Any = None if drafter is None else drafter.config
+        # A copy: Transformers writes the attention choice of the whole into its sub-configs.
+        return cls(text_config=copy.deepcopy(target.config), drafter_config=drafter_config)
+
 
 def hub_config(source: Any, kwargs: Mapping[str, Any]) -> PreTrainedConfig:
     """The configuration of a folder or hub id.
@@ -75,3 +82,7 @@ def speculative_defaults(like: GenerationConfig | None) -> GenerationConfig:
         if not hasattr(config, name):
             setattr(config, name, None)
     return config
+
+
+AutoConfig.register(Eagle4Config.model_type, Eagle4Config, exist_ok=True)
+AutoConfig.register(Eagle4PairConfig.model_type, Eagle4PairConfig, exist_ok=True)

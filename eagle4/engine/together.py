@@ -50,12 +50,15 @@ def agree(
     request: Request,
     config: SpeculativeConfig | None,
     generation_config: GenerationConfig,
-    vocab: VocabShard,
+    vocab: VocabShard | None,
 ) -> Request:
     """The request as all ranks run it: with rank 0's seed where the caller gave none.
 
-    Raises `ValueError` on every rank when they were not asked the same thing.
+    On one process (no ``vocab``) it stays as it is. Raises `ValueError` on every rank when they
+    were not asked the same thing.
     """
+    if vocab is None:
+        return request
     sampler = request.sampler
     keys = [] if sampler is None else sampler.keys
     has_seed = sampler is None or getattr(generation_config, "seed", None) is not None
