@@ -6,7 +6,6 @@ Every key of `Eagle4Config` changes the structure or its arithmetic; unknown key
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from .rope import LLAMA_THETA, normalize_rope, rope_for_target
 from .structure import check_structure, check_types, is_count
 
 FORMAT_VERSION = 1
+_DERIVED: Any = None  # what `Eagle4Config` derives from its other keys when it is not given
 
 
 def default_tap_layers(num_target_layers: int) -> list[int]:
@@ -57,96 +57,68 @@ class Eagle4Config(PreTrainedConfig):
 
     model_type = "eagle4"
 
-    def __init__(
-        self,
-        hidden_size: int = 576,
-        intermediate_size: int = 2048,
-        num_attention_heads: int = 9,
-        num_key_value_heads: int | None = None,
-        head_dim: int | None = None,
-        hidden_act: str = "silu",
-        rms_norm_eps: float = 1e-5,
-        max_position_embeddings: int = 8192,
-        rope_parameters: dict[str, Any] | None = None,
-        vocab_size: int = 49152,
-        draft_vocab_size: int | None = None,
-        target_hidden_size: int | None = None,
-        num_target_layers: int = 30,
-        tap_layers: list[int] | None = None,
-        fc_norm: bool = True,
-        eh_proj: bool = True,
-        attn_norm: bool = True,
-        norm_output: bool = True,
-        use_rope: bool = True,
-        sliding_window: int | None = 4096,
-        candidate_rank: int = 128,
-        num_candidates: int = 128,
-        own_embed_tokens: bool = False,
-        own_lm_head: bool = False,
-        num_experts: int = 0,
-        num_experts_per_tok: int = 2,
-        moe_intermediate_size: int | None = None,
-        norm_topk_prob: bool = True,
-        routed_scaling_factor: float = 1.0,
-        moe_norm: bool = True,
-        attention_bias: bool = False,
-        mlp_bias: bool = False,
-        tokenizer_fingerprint: str | None = None,
-        format_version: int = FORMAT_VERSION,
-        **kwargs,
-    ):
-        check_types(locals(), FORMAT_VERSION)
-        self.hidden_size = hidden_size
-        self.intermediate_size = intermediate_size
-        self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = (
-            num_attention_heads if num_key_value_heads is None else num_key_value_heads
-        )
-        self.head_dim = hidden_size // num_attention_heads if head_dim is None else head_dim
-        self.hidden_act = hidden_act
-        self.rms_norm_eps = rms_norm_eps
-        self.max_position_embeddings = max_position_embeddings
-        self.rope_parameters = normalize_rope(
-            {"rope_theta": LLAMA_THETA} if rope_parameters is None else rope_parameters,
-            max_position_embeddings,
-        )
-        self.vocab_size = vocab_size
-        self.draft_vocab_size = draft_vocab_size if draft_vocab_size != vocab_size else None
-        self.target_hidden_size = hidden_size if target_hidden_size is None else target_hidden_size
-        self.num_target_layers = num_target_layers
-        self.tap_layers = (
-            default_tap_layers(num_target_layers) if tap_layers is None else list(tap_layers)
-        )
-        self.fc_norm = fc_norm
-        self.eh_proj = eh_proj
-        self.attn_norm = attn_norm and eh_proj
-        self.norm_output = norm_output
-        self.use_rope = use_rope
-        self.sliding_window = sliding_window
-        self.candidate_rank = candidate_rank
-        self.num_candidates = num_candidates
-        self.own_embed_tokens = own_embed_tokens
-        self.own_lm_head = own_lm_head
-        self.num_experts = num_experts
-        self.num_experts_per_tok = num_experts_per_tok
-        self.moe_intermediate_size = moe_intermediate_size
-        self.norm_topk_prob = norm_topk_prob
-        self.routed_scaling_factor = routed_scaling_factor
-        self.moe_norm = moe_norm
-        self.attention_bias = attention_bias
-        self.mlp_bias = mlp_bias
-        self.tokenizer_fingerprint = tokenizer_fingerprint
-        self.format_version = format_version
-        unknown = sorted(set(kwargs) - _BASE_KEYS)
-        if unknown:
+    hidden_size: int = 576
+    intermediate_size: int = 2048
+    num_attention_heads: int = 9
+    num_key_value_heads: int = _DERIVED
+    head_dim: int = _DERIVED
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-5
+    max_position_embeddings: int = 8192
+    rope_parameters: dict[str, Any] = _DERIVED
+    vocab_size: int = 49152
+    draft_vocab_size: int | None = None
+    target_hidden_size: int = _DERIVED
+    num_target_layers: int = 30
+    tap_layers: list[int] = _DERIVED
+    fc_norm: bool = True
+    eh_proj: bool = True
+    attn_norm: bool = True
+    norm_output: bool = True
+    use_rope: bool = True
+    sliding_window: int | None = 4096
+    candidate_rank: int = 128
+    num_candidates: int = 128
+    own_embed_tokens: bool = False
+    own_lm_head: bool = False
+    num_experts: int = 0
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int | None = None
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    moe_norm: bool = True
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    tokenizer_fingerprint: str | None = None
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self, **kwargs):
+        """``kwargs``: what is no field of this class or its base, as Transformers hands it on."""
+        check_types(vars(self), FORMAT_VERSION)
+        if unknown := sorted(set(kwargs) - _BASE_KEYS):
             raise ValueError(
                 f"unknown drafter configuration keys {unknown}; "
                 f"known are {sorted(structural_keys())}"
             )
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.target_hidden_size is None:
+            self.target_hidden_size = self.hidden_size
+        if self.draft_vocab_size == self.vocab_size:
+            self.draft_vocab_size = None
+        if self.tap_layers is None:
+            self.tap_layers = default_tap_layers(self.num_target_layers)
+        if self.rope_parameters is None:
+            self.rope_parameters = {"rope_theta": LLAMA_THETA}
+        self.rope_parameters = normalize_rope(self.rope_parameters, self.max_position_embeddings)
+        self.tap_layers = list(self.tap_layers)
+        self.attn_norm = self.attn_norm and self.eh_proj
         self.tie_word_embeddings = kwargs.pop("tie_word_embeddings", False)
         # Before Transformers' own validation, whose errors are no ValueErrors.
         check_structure(self)
-        super().__init__(**kwargs)
+        super().__post_init__(**kwargs)
 
     def __eq__(self, other: object) -> bool:
         # The inherited comparison looks at the base class's fields only.
@@ -184,7 +156,7 @@ class Eagle4Config(PreTrainedConfig):
 
 def structural_keys() -> set[str]:
     """Names of the keys that `Eagle4Config` accepts."""
-    return set(inspect.signature(Eagle4Config.__init__).parameters) - {"self", "kwargs"}
+    return set(Eagle4Config.__annotations__)
 
 
 # What Transformers itself adds to every configuration; none of it changes a drafter.

@@ -10,29 +10,27 @@ from __future__ import annotations
 
 import copy
 import os
-from contextlib import nullcontext
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
-from .config import Eagle4Config, SpeculativeConfig
+from .config import SpeculativeConfig
 from .drafter import Eagle4Drafter
-from .drafter.pairing import check_pair
-from .engine import Eagle4Cache, Request, Result, SpeculationStats, requests, run, together
+from .engine import Eagle4Cache, SpeculationStats, requests, together
+from .engine.answer import answer, policy_and_draft
 from .engine.call import CACHE_KEYWORD, Eagle4Output
 from .engine.graphs import EAGER, CompileMode, Graphs, check_mode, is_compiled
 from .engine.home import HarnessHome
-from .engine.speculation import policy_and_draft
-from .engine.warmup import shapes_of, warm_up
+from .engine.loading import bind_pair, build_pair, load_drafter, load_target
 from .harness import HarnessPolicy
 from .ops import PackedLinears
 from .pair import Eagle4PairConfig, check_complete, is_pair, speculative_defaults
 from .parallel import Ranks
 from .parallel.launch import start
 from .shell import TargetShell
-from .target import TargetAdapter, check_target
+from .target import TargetAdapter
 
 _ENGINE_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
@@ -49,6 +47,7 @@ class Eagle4ForCausalLM(TargetShell):
     """
 
     config_class = Eagle4PairConfig
+    _speculation = staticmethod(policy_and_draft)  # where scripted drafts come in
 
     def __init__(
         self,
@@ -60,17 +59,11 @@ class Eagle4ForCausalLM(TargetShell):
         check_mode(compile)
         if isinstance(target, Eagle4PairConfig):  # Transformers builds from a config
             config = target
-            target = AutoModelForCausalLM.from_config(config.text_config)
-            if config.drafter_config is not None:
-                drafter = Eagle4Drafter(config.drafter_config)
+            target, drafter = build_pair(config)
         else:
-            drafter_config = None if drafter is None else drafter.config
-            # A copy: Transformers writes the attention choice of the whole into its sub-configs.
-            text_config = copy.deepcopy(target.config)
-            config = Eagle4PairConfig(text_config=text_config, drafter_config=drafter_config)
+            config = Eagle4PairConfig.of(target, drafter)
         super().__init__(config)
-        self.target = target
-        self.drafter = drafter
+        self.target, self.drafter = target, drafter
         self.last_speculation: SpeculationStats | None = None
         self.last_harness: HarnessPolicy | None = None
         self.ranks: Ranks | None = None
@@ -81,29 +74,16 @@ class Eagle4ForCausalLM(TargetShell):
         self._attach(tokenizer)
 
     def _attach(self, tokenizer: Any) -> None:
-        target, drafter = self.target, self.drafter
-        check_target(target)
-        if drafter is not None:
-            check_pair(drafter.config, target.config, tokenizer)
-            embed = target.get_input_embeddings()
-            drafter.to(device=embed.weight.device, dtype=embed.weight.dtype)  # type: ignore
-            drafter.bind(embed, target.get_output_embeddings()).eval()
-        taps = drafter.config.tap_layers if drafter is not None else []
-        self._packed = PackedLinears(drafter) if drafter is not None else None
-        self._adapter: TargetAdapter | None = None
-        self._tap_layers = taps
-        self._graphs: Graphs | None = None
-
-    def _adopt_generation_config(self) -> None:
-        """What was loaded for the whole holds for the target alone, too."""
-        self.target.generation_config = copy.deepcopy(self.generation_config)
-        self.generation_config = speculative_defaults(self.generation_config)
+        bind_pair(self.target, self.drafter, tokenizer)
+        self._packed = None if self.drafter is None else PackedLinears(self.drafter)
+        self._adapter, self._graphs = None, None
 
     @property
     def adapter(self) -> TargetAdapter:
         """The packed view of the target; built at first use, once the weights are in place."""
         if self._adapter is None:
-            self._adapter = TargetAdapter(self.target, self._tap_layers)
+            taps = None if self.drafter is None else self.drafter.config.tap_layers
+            self._adapter = TargetAdapter(self.target, taps)
         return self._adapter
 
     def shard(self, ranks: Ranks) -> Eagle4ForCausalLM:
@@ -139,32 +119,34 @@ class Eagle4ForCausalLM(TargetShell):
         A single folder written by `save_pretrained` holds both. ``dtype`` and ``device`` apply to
         both parts; other keyword arguments go to the target's own `from_pretrained`. ``tp_size``:
         split both over so many processes (`torchrun --nproc-per-node N ...`); the device is then
-        ``"cpu"`` or ``"cuda"``. Sizes that do not divide are refused before anything is loaded.
+        ``"cpu"`` or ``"cuda"``. Sizes that do not divide are refused before anything is loaded, and
+        of a target that is not loaded yet every process reads its share only.
         """
         check_mode(compile)
-        if tp_size is not None and tp_size != 1:
-            ranks = start(target, tp_size, device, kwargs)
-            kwargs |= {"tokenizer": tokenizer, "dtype": dtype, "compile": compile}
-            return cls.from_pretrained(target, drafter, *args, **kwargs).shard(ranks)
-        dtype = "auto" if dtype is None else dtype
-        if drafter is None and not isinstance(target, PreTrainedModel) and is_pair(target, kwargs):
-            kwargs["output_loading_info"] = True
-            model, info = super().from_pretrained(target, *args, dtype=dtype, **kwargs)  # type: ignore
-            check_complete(target, info)
-            model._adopt_generation_config()
-            model._attach(tokenizer)
+        kwargs["dtype"] = "auto" if dtype is None else dtype
+        ranks = None
+        if tp_size not in (None, 1):
+            ranks, device = start(target, tp_size, device, kwargs), None
+        if is_pair(target, drafter, kwargs):
+            model = cls._load_pair(target, *args, tokenizer=tokenizer, **kwargs)
             model.compile_mode = compile
-            return model if device is None else model.to(device)
-        model = target
-        if not isinstance(model, PreTrainedModel):
-            model = AutoModelForCausalLM.from_pretrained(model, *args, dtype=dtype, **kwargs)
-        if isinstance(model, cls):  # a pair whose drafter is replaced
-            model = model.target
+        else:
+            loaded = load_target(target, *args, ranks=ranks, **kwargs)
+            model = cls(loaded, load_drafter(drafter, loaded), tokenizer, compile)
         if device is not None:
-            model = model.to(device)
-        if drafter is not None and not isinstance(drafter, Eagle4Drafter):
-            drafter = Eagle4Drafter.from_pretrained(drafter, target_config=model.config)
-        return cls(model, drafter, tokenizer, compile)
+            model.to(device)
+        return model if ranks is None else model.shard(ranks)
+
+    @classmethod
+    def _load_pair(cls, source: Any, *args, tokenizer: Any, **kwargs):
+        kwargs["output_loading_info"] = True
+        model, info = super().from_pretrained(source, *args, **kwargs)  # type: ignore
+        check_complete(source, info)
+        # What was loaded for the whole holds for the target alone, too.
+        model.target.generation_config = copy.deepcopy(model.generation_config)
+        model.generation_config = speculative_defaults(model.generation_config)
+        model._attach(tokenizer)
+        return model
 
     def save_pretrained(self, *args, **kwargs):
         """Transformers' own; a `SpeculativeConfig` among the defaults is written as its fields.
@@ -177,9 +159,6 @@ class Eagle4ForCausalLM(TargetShell):
         if isinstance(value, SpeculativeConfig):
             self.generation_config.speculative = requests.serialise(value)  # type: ignore
         return super().save_pretrained(*args, **kwargs)
-
-    def init_weights(self) -> None:
-        """Nothing: both parts were initialised or loaded before they got here."""
 
     # -- generation ------------------------------------------------------------------------------
 
@@ -244,13 +223,15 @@ class Eagle4ForCausalLM(TargetShell):
         config = SpeculativeConfig.parse(generation_config.speculative or None)  # type: ignore
         try:
             request = requests.build(self.target, *prepared, streamer, model_kwargs)
-            if (vocab := self.adapter.vocab) is not None:
-                request = together.agree(request, config, generation_config, vocab)
-            result = self._run(request, config, self.graphs(generation_config.disable_compile))
+            request = together.agree(request, config, generation_config, self.adapter.vocab)
+            pair = self.adapter, self.drafter, self._packed, self._home
+            graphs = self.graphs(generation_config.disable_compile)
+            result, harness = answer(request, config, *pair, graphs, self._speculation)
         finally:
             # Also after an error, so that nobody waits for the rest of a stream.
             if streamer is not None:
                 streamer.end()
+        self.last_speculation, self.last_harness = result.stats, harness or self.last_harness
         if generation_config.return_dict_in_generate:
             return result.as_output(with_cache=bool(generation_config.use_cache))
         return result.sequences
@@ -263,29 +244,7 @@ class Eagle4ForCausalLM(TargetShell):
             self._graphs = Graphs(compiled=True)
         return self._graphs
 
-    def _run(self, request: Request, config: SpeculativeConfig | None, graphs: Graphs) -> Result:
-        with self._packed.active() if self._packed is not None else nullcontext():
-            drafter = None if config is None else self.drafter
-            shapes = shapes_of(config, drafter, request.sampler is None)
-            warm_up(graphs, self.adapter, drafter, len(request.pads), shapes)
-            policy, draft = self._speculation(config, request, graphs)
-            with together.counted(self.adapter.vocab) as exchanged:
-                result = run(request, self.adapter, policy, draft, graphs)
-        result.stats.exchange = exchanged
-        if isinstance(policy, HarnessPolicy):
-            self._home.settle(policy)
-            self.last_harness = policy
-            result.stats.harness = policy.report.to_dict()
-        self.last_speculation = result.stats
-        return result
 
-    def _speculation(self, config: SpeculativeConfig | None, request: Request, graphs: Graphs):
-        """Policy and draft of one call; (None, None) decodes plainly."""
-        return policy_and_draft(config, request, self._home, self.adapter, self.drafter, graphs)
-
-
-AutoConfig.register(Eagle4Config.model_type, Eagle4Config, exist_ok=True)
-AutoConfig.register(Eagle4PairConfig.model_type, Eagle4PairConfig, exist_ok=True)
 AutoModelForCausalLM.register(Eagle4PairConfig, Eagle4ForCausalLM, exist_ok=True)
 
 __all__ = ["Eagle4Cache", "Eagle4ForCausalLM", "Eagle4Output"]

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Mapping
 from typing import Any
 
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from .config import Eagle4Config
 
@@ -37,16 +38,29 @@ class Eagle4PairConfig(PreTrainedConfig):
         self.drafter_config = drafter_config
         super().__init__(**kwargs)
 
+    @classmethod
+    def of(cls, target: PreTrainedModel, drafter: PreTrainedModel | None) -> Eagle4PairConfig:
+        """The configuration of loaded parts."""
+        drafter_config: Any = None if drafter is None else drafter.config
+        # A copy: Transformers writes the attention choice of the whole into its sub-configs.
+        return cls(text_config=copy.deepcopy(target.config), drafter_config=drafter_config)
 
-def is_pair(path: str | os.PathLike, kwargs: dict[str, Any]) -> bool:
-    """Whether a folder or hub id holds a target and a drafter together.
 
-    ``kwargs`` of `from_pretrained` may say which revision, with which token, from which cache.
+def hub_config(source: Any, kwargs: Mapping[str, Any]) -> PreTrainedConfig:
+    """The configuration of a folder or hub id.
+
+    ``kwargs`` of `from_pretrained` may hold it, or say which revision, with which token, from which
+    cache.
     """
     names = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trust_remote_code")
-    hub = {name: kwargs[name] for name in names if name in kwargs}
-    config = kwargs.get("config") or AutoConfig.from_pretrained(path, **hub)
-    return config.model_type == Eagle4PairConfig.model_type
+    where = {name: kwargs[name] for name in names if name in kwargs}
+    return kwargs.get("config") or AutoConfig.from_pretrained(source, **where)
+
+
+def is_pair(source: Any, drafter: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether the arguments of `from_pretrained` name a folder with target and drafter together."""
+    is_single = drafter is None and not isinstance(source, PreTrainedModel)
+    return is_single and hub_config(source, kwargs).model_type == Eagle4PairConfig.model_type
 
 
 def check_complete(path: str | os.PathLike, info: dict[str, Any]) -> None:
@@ -68,3 +82,7 @@ def speculative_defaults(like: GenerationConfig | None) -> GenerationConfig:
         if not hasattr(config, name):
             setattr(config, name, None)
     return config
+
+
+AutoConfig.register(Eagle4Config.model_type, Eagle4Config, exist_ok=True)
+AutoConfig.register(Eagle4PairConfig.model_type, Eagle4PairConfig, exist_ok=True)

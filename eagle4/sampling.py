@@ -122,11 +122,10 @@ def process_path(
     rows = torch.zeros(1, dtype=torch.int64, device=token_N.device)
     history_1T, depth = history_T.unsqueeze(0), 0
     while len(rows):
-        row = int(rows[0])
         try:
             scores_RV[rows] = process_row(processors, history_1T, scores_RV[rows[:1]])
-            score_V = scores_RV[row]
-            choice = score_V.argmax() if choose is None else choose(row, depth, score_V)
+            score_V = scores_RV[rows[0]]
+            choice = score_V.argmax() if choose is None else choose(int(rows[0]), depth, score_V)
         except Exception:
             # Below the root plain decoding might have stopped before it asked. The token is still
             # committed, as the bonus; if decoding goes on, the next round asks again at its root.

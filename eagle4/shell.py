@@ -41,6 +41,9 @@ class TargetShell(PreTrainedModel, GenerationMixin):
             **kwargs,
         )
 
+    def init_weights(self) -> None:
+        """Nothing: both parts were initialised or loaded before they got here."""
+
     def _validate_model_kwargs(self, model_kwargs: dict) -> None:
         self.target._validate_model_kwargs(model_kwargs)
 

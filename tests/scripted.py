@@ -106,7 +106,7 @@ class ScriptedModel(Eagle4ForCausalLM):
         super().__init__(target, small_drafter(target) if drafter is None else drafter)
         self.draft = draft
 
-    def _speculation(self, config, request, graphs=None):
+    def _speculation(self, config, request, *pair):
         return (None, None) if config is None else (FixedPolicy(config), self.draft)
 
 

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .. import demo
 from ..config import SpeculativeConfig
 from ..evaluation.environment import describe_environment, describe_model
 from ..modeling import Eagle4ForCausalLM
 from ..parallel.launch import launched_size
-from ..parallel.plan import check_size
 
 DEMO = "smollm2"
 
@@ -28,37 +27,47 @@ class Loaded(NamedTuple):
     device: torch.device
 
 
-def load_target(args: Namespace, is_whole: bool = False) -> tuple[Any, Any, torch.device]:
-    """``(target, tokenizer, device)`` from ``--target``, ``--dtype`` and ``--device``.
+def load_target(args: Namespace) -> tuple[Any, Any, torch.device]:
+    """``(target, tokenizer, device)`` from ``--target``, ``--dtype`` and ``--device``."""
+    device, dtype = _place(args)
+    if args.target == DEMO:
+        target, tokenizer = demo.smollm2(dtype=dtype, device=device)
+        return target, tokenizer, device
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    target: Any = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype)
+    return target.to(device).eval(), tokenizer, device
 
-    Under `torchrun` the target stays on the CPU until every process has taken its share, unless
-    ``is_whole``: then every process keeps all of it.
-    """
-    tp_size = 1 if is_whole else launched_size()
+
+def _place(args: Namespace) -> tuple[torch.device, Any]:
+    """The device and the dtype that were asked for, or are best there."""
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    place = torch.device("cpu") if tp_size > 1 else device
     dtype: Any = args.dtype
     if dtype != "auto" or device.type == "cpu" or args.target == DEMO:
         dtype = demo.resolve_dtype(dtype, device)
-    if args.target == DEMO:
-        target, tokenizer = demo.smollm2(dtype=dtype, device=place)
-        return target, tokenizer, device
-    if tp_size > 1:
-        check_size(AutoConfig.from_pretrained(args.target), tp_size)
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
-    target: Any = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype)
-    return target.to(place).eval(), tokenizer, device
+    return device, dtype
 
 
 def load_pair(args: Namespace) -> Loaded:
     """Target and drafter, attached. Raises `ValueError` when no drafter was named."""
     drafter = drafter_source(args)
+    options: dict[str, Any] = {"compile": getattr(args, "compile", "auto")}
+    if launched_size() > 1:
+        return _load_share(args, drafter, options)
     target, tokenizer, device = load_target(args)
-    tp_size = launched_size()
-    where = {} if tp_size == 1 else {"tp_size": tp_size, "device": device.type}
-    options = {"tokenizer": tokenizer, "compile": getattr(args, "compile", "auto"), **where}
-    model: Any = Eagle4ForCausalLM.from_pretrained(target, drafter, **options)
-    return Loaded(model, target, tokenizer, device if model.ranks is None else model.ranks.device)
+    model: Any = Eagle4ForCausalLM.from_pretrained(target, drafter, tokenizer=tokenizer, **options)
+    return Loaded(model, target, tokenizer, device)
+
+
+def _load_share(args: Namespace, drafter: str, options: dict[str, Any]) -> Loaded:
+    """Under `torchrun`: this process's share of both. The demo's target is one file for all."""
+    (device, dtype), target = _place(args), args.target
+    if target == DEMO:
+        target, tokenizer = demo.smollm2(dtype=dtype)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(target)
+    options |= {"tokenizer": tokenizer, "tp_size": launched_size(), "device": device.type}
+    model: Any = Eagle4ForCausalLM.from_pretrained(target, drafter, dtype=dtype, **options)
+    return Loaded(model, model.target, tokenizer, model.ranks.device)
 
 
 def drafter_source(args: Namespace) -> str:
@@ -92,6 +101,10 @@ def setup_record(args: Namespace, loaded: Loaded) -> dict[str, Any]:
     """Setup and environment of a measurement, for JSON and Markdown."""
     target = describe_model(loaded.target)
     drafter = describe_model(loaded.model.drafter)
+    ranks = loaded.model.ranks
+    together = {}
+    if ranks is not None:
+        together["ranks"] = f"{ranks.size}, sums by {ranks.sums} (sizes are those of one share)"
     return {
         "setup": {
             "target": f"{target['name']} ({target['class']}, {target['parameters'] / 1e6:.1f} M)",
@@ -105,6 +118,7 @@ def setup_record(args: Namespace, loaded: Loaded) -> dict[str, Any]:
             "turns": args.turns,
             "max_new_tokens": args.max_new_tokens,
             "decoding": _describe(decoding(args)),
+            **together,
         },
         "environment": describe_environment(),
     }

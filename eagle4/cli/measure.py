@@ -21,6 +21,7 @@ from ..evaluation.report import (
     lossless_record,
     write_files,
 )
+from ..parallel.launch import launched_rank, launched_size
 from .common import decoding, load_pair, setup_record, speculation
 
 
@@ -83,13 +84,24 @@ def check(args: Namespace) -> int:
     keys = ("ok", "tokens", "pairs", "near_ties", "unexplained", "idle_arms")
     line = {key: result[key] for key in keys}
     _publish(args, result, lossless_markdown(result, report), line)
-    return 0 if report.is_ok else 1
+    ranks = loaded.model.ranks
+    # Each rank has computed its own bounds; all end with the status of the first.
+    is_ok = report.is_ok if ranks is None else ranks.first([report.is_ok])[0]
+    return 0 if is_ok else 1
 
 
 def _arm_names(args: Namespace) -> list[str]:
-    names = [name.strip() for name in args.arms.split(",") if name.strip()]
+    is_split = launched_size() > 1
+    usual = "plain,eagle4" if is_split else "transformers,plain,eagle4"
+    given = usual if args.arms is None else args.arms
+    names = [name.strip() for name in given.split(",") if name.strip()]
     if not names:
         raise ValueError("--arms names no arm")
+    if is_split and "transformers" in names:
+        raise ValueError(
+            "under torchrun there is no transformers arm: its ranks would not agree on tokens; "
+            f"leave it out (--arms {usual})"
+        )
     return names
 
 
@@ -105,7 +117,8 @@ def _publish(
     args: Namespace, result: Mapping[str, Any], markdown: str, line: Mapping[str, Any]
 ) -> int:
     print(markdown)
-    files = write_files(args.out, result, markdown) if args.out else []
+    is_writer = args.out and launched_rank() == 0
+    files = write_files(args.out, result, markdown) if is_writer else []
     environment = result["environment"]
     facts = {name: environment[name] for name in ("hardware", "commit", "date")}
     record = {"command": args.command, **line, **facts, "files": [str(path) for path in files]}

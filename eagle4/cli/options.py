@@ -36,9 +36,9 @@ def arms_option(parser: argparse.ArgumentParser) -> None:
     """Which ways of answering are compared."""
     parser.add_argument(
         "--arms",
-        default="transformers,plain,eagle4",
         metavar="LIST",
-        help=f"comma-separated, of {', '.join(ARM_NAMES)} (default: the first three)",
+        help=f"comma-separated, of {', '.join(ARM_NAMES)} (default: the first three; under "
+        "torchrun plain,eagle4)",
     )
 
 

@@ -14,12 +14,16 @@ from ..evaluation.environment import describe_environment
 from ..evaluation.report import markdown_table
 from ..harness import CostTable
 from ..harness.acceptance import Experience
+from ..harness.agreed import AgreedTable
 from ..harness.profile_file import read_or_none, write
 from .common import load_pair
 
 
 def profile(args: Namespace) -> int:
-    """Measure, print, write; what earlier runs learned about acceptance is kept."""
+    """Measure, print, write; what earlier runs learned about acceptance is kept.
+
+    Ranks measure together; the table of the slowest is kept.
+    """
     model = load_pair(args).model
     graphs = model.graphs()
     here = fingerprint(model.adapter, model.drafter, graphs)
@@ -32,9 +36,13 @@ def profile(args: Namespace) -> int:
             warm_up(graphs, model.adapter, model.drafter, batch, shapes)
         table = measure_pair(model.adapter, model.drafter, grid, here, graphs)
     experience = known[1] if known else Experience()
-    write(path, table, experience)
+    ranks = model.ranks
+    if ranks is not None:
+        table = AgreedTable(ranks.gather_objects(table), ranks.largest)
+    if ranks is None or ranks.is_first:
+        write(path, table, experience)
     print(markdown(table))
-    if args.plot:
+    if args.plot and (ranks is None or ranks.is_first):
         plot(table, experience, Path(args.plot))
     facts = {name: describe_environment()[name] for name in ("hardware", "commit", "date")}
     record = {"command": "profile", "file": str(path), "cost": table.to_dict()["surfaces"]}

@@ -69,5 +69,6 @@ def _answer(loaded: Loaded, inputs, args: Namespace) -> str:
     if stats.exchange is not None:
         sent, whole = (stats.exchange[f"{name}_bytes_per_round"] for name in ("verify", "whole"))
         share = f"{sent:.0f} bytes per verification, {sent / whole:.2%} of whole logits"
-        print(f"[{stats.exchange['ranks']} ranks, {share}]", file=sys.stderr)
+        ranks = f"{stats.exchange['ranks']} ranks, sums by {stats.exchange['sums']}"
+        print(f"[{ranks}, {share}]", file=sys.stderr)
     return loaded.tokenizer.decode(new, skip_special_tokens=True)

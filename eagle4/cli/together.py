@@ -1,6 +1,6 @@
 """Several processes under `torchrun` that run one command: which commands may, and who speaks.
 
-`generate` splits the target between them; `train` shares out the steps, each with a whole target.
+All but `train` split the target between them; `train` shares out the steps, each with a whole target.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import transformers
 
 from ..parallel.launch import launched_rank, launched_size
 
-COMMANDS = ("generate", "train")
+COMMANDS = ("generate", "profile", "bench", "check", "train")
 PATIENCE = timedelta(seconds=5)  # with the store that decides who reports an error
 
 

@@ -34,7 +34,7 @@ def train(args: Namespace) -> int:
     identity = _identity(args)
     # The drafter borrows embedding and LM head; in fp32 the losses see what they are.
     args.dtype, args.device = "float32", _own_device(args.device)
-    target, tokenizer, _ = load_target(args, is_whole=True)
+    target, tokenizer, _ = load_target(args)
     drafter_config, init = _start(args, target, identity["tap_layers"])
     store = _open_store(args, identity, target)
     if args.sweep:

@@ -213,13 +213,6 @@ def build(
     known = num_known(input_ids, mask, generation_config, cache)
     ids = input_ids if cache is None else torch.cat([cache.ids(known, input_ids), input_ids], dim=1)
     pads = left_padding(ids, mask)
-    text = target.config.get_text_config(decoder=True)
-    limit = getattr(text, "max_position_embeddings", None)
-    longest = ids.shape[1] - min(pads)
-    if limit is not None and longest > limit:
-        raise ValueError(
-            f"the prompt has {longest} tokens but the target's context ends at {limit}; shorten it"
-        )
     pad = generation_config._pad_token_tensor
     returns_dict = bool(generation_config.return_dict_in_generate)
     return Request(
@@ -231,7 +224,7 @@ def build(
         pad_token=0 if pad is None else int(pad),
         pads_finished=any(hasattr(criterion, "eos_token_id") for criterion in criteria),
         sampler=make_sampler(generation_config, processors, len(ids)),
-        max_position=limit,
+        max_position=_last_position(target, longest=ids.shape[1] - min(pads)),
         streamer=streamer,
         cache=cache,
         known=known,
@@ -239,3 +232,14 @@ def build(
         output_logits=returns_dict and bool(generation_config.output_logits),
         output_hidden_states=returns_dict and bool(generation_config.output_hidden_states),
     )
+
+
+def _last_position(target: PreTrainedModel, longest: int) -> int | None:
+    """Where the target's context ends, if it does. Raises `ValueError` for a longer prompt."""
+    text = target.config.get_text_config(decoder=True)
+    limit = getattr(text, "max_position_embeddings", None)
+    if limit is not None and longest > limit:
+        raise ValueError(
+            f"the prompt has {longest} tokens but the target's context ends at {limit}; shorten it"
+        )
+    return limit

@@ -50,12 +50,15 @@ def agree(
     request: Request,
     config: SpeculativeConfig | None,
     generation_config: GenerationConfig,
-    vocab: VocabShard,
+    vocab: VocabShard | None,
 ) -> Request:
     """The request as all ranks run it: with rank 0's seed where the caller gave none.
 
-    Raises `ValueError` on every rank when they were not asked the same thing.
+    On one process (no ``vocab``) it stays as it is. Raises `ValueError` on every rank when they
+    were not asked the same thing.
     """
+    if vocab is None:
+        return request
     sampler = request.sampler
     keys = [] if sampler is None else sampler.keys
     has_seed = sampler is None or getattr(generation_config, "seed", None) is not None
@@ -118,6 +121,7 @@ class Silent(BaseStreamer):
 def counted(vocab: VocabShard | None) -> Iterator[dict[str, Any] | None]:
     """Fills a report with the bytes that this rank sends inside; None on one process.
 
+    ``sums`` is what adds up the parts of layers: "gloo", "nccl" or "one-shot" (small parts).
     ``verify_bytes_per_round`` is what choosing tokens took, ``whole_bytes_per_round`` what
     gathering the logits of the same rows would have taken; prefills count as rounds. An error that
     gets out of here left the ranks at different points, so this one leaves.
@@ -138,6 +142,7 @@ def counted(vocab: VocabShard | None) -> Iterator[dict[str, Any] | None]:
     sent, rounds = dict(ranks.sent_bytes), max(vocab.asked["rounds"], 1)
     report |= {
         "ranks": ranks.size,
+        "sums": ranks.sums,
         "bytes": sent,
         "verify_bytes_per_round": (sent.get("verify", 0) + sent.get("rows", 0)) / rounds,
         "whole_bytes_per_round": vocab.asked["whole_bytes"] / rounds,

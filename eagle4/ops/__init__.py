@@ -21,6 +21,7 @@ from .packing import PackedLinears
 from .paged_attention import PagedView, paged_attention, window_visible
 from .precision import has_fast_bf16
 from .prune import prune
+from .rank_sum import rank_sum
 from .rejection import rejection_rows
 from .small_gemm import small_linear
 from .tree_attention import fold_visible, tree_attention
@@ -31,6 +32,13 @@ __all__ = ["PackedLinears", "PagedView", "accept_walk", "ancestor_matrix", "ance
 __all__ += ["best_candidates", "best_offer", "block_topk", "candidate_logprobs", "choose_nodes"]
 __all__ += ["coupled_rows", "fold_visible", "grow_level", "has_fast_bf16", "has_kernels"]
 __all__ += ["move_rows", "normed_linear", "pack_bits", "paged_attention", "prune"]
-__all__ += ["rejection_rows", "row_addresses", "small_linear", "tree_attention", "unpack_bits"]
+__all__ += [
+    "rank_sum",
+    "rejection_rows",
+    "row_addresses",
+    "small_linear",
+    "tree_attention",
+    "unpack_bits",
+]
 __all__ += ["TreePaths", "advance_gdn_", "chain_conv", "conv_sources", "divergence"]
 __all__ += ["tree_conv", "tree_gdn", "window_visible"]

@@ -1,7 +1,7 @@
 """Join the processes that a launcher started: `torchrun --nproc-per-node 4 ...`.
 
 The backend follows the device and is the same on all ranks, which is checked once, together with
-the versions that the arithmetic depends on.
+the versions that the arithmetic depends on; then the ranks choose how they add up (see `sums`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..machine import package_version
+from ..pair import hub_config
 from .plan import check_size
 from .ranks import Ranks
+from .sums import choose_sum
 
 TIMEOUT_S = 300.0  # silence of a rank after which the others stop
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -40,13 +42,8 @@ def start(
 
     ``hub``: arguments of `from_pretrained`, some of which say where a configuration is found.
     """
-    if isinstance(target, PreTrainedModel):
-        config = target.config
-    else:
-        names = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
-        where = {name: hub[name] for name in (*names, "trust_remote_code") if name in hub}
-        config = hub.get("config") or AutoConfig.from_pretrained(target, **where)
-    check_size(config, tp_size)
+    is_loaded = isinstance(target, PreTrainedModel)
+    check_size(target.config if is_loaded else hub_config(target, hub), tp_size)
     return join(tp_size, device)
 
 
@@ -78,7 +75,8 @@ def join(
         )
     assert dist.group.WORLD is not None
     ranks = Ranks(dist.group.WORLD, place)
-    _check_alike(ranks, {"device": kind, "backend": dist.get_backend(), **_versions()})
+    _check_alike(ranks, {"device": kind, "backend": ranks.backend, **_versions()})
+    ranks.sum_impl = choose_sum(ranks)
     return ranks
 
 

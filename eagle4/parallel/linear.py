@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from .ranks import Ranks
 
@@ -46,10 +47,20 @@ def share_of_heads(num_heads: int, head_dim: int, ranks: Ranks) -> Share:
     return Share(first * head_dim, (first + count) * head_dim, num_heads * head_dim)
 
 
-def split_parameter(owner: nn.Module, name: str, dim: int, share: Share) -> None:
-    """Keep a slice of a parameter; a copy, so that the whole can be freed."""
+def split_parameter(
+    owner: nn.Module, name: str, dim: int, share: Share, num_groups: int = 1
+) -> None:
+    """Keep a slice of a parameter; a copy, so that the whole can be freed.
+
+    ``num_groups``: so many runs of ``share.total`` entries lie behind each other, and the same
+    slice of each is kept.
+    """
     whole = getattr(owner, name)
-    kept = whole.detach().narrow(dim, share.first, share.size).clone()
+    if isinstance(whole, DTensor):  # `loading` has read no more than this slice
+        kept = whole.to_local().detach()
+    else:
+        groups = whole.detach().unflatten(dim, (num_groups, share.total))
+        kept = groups.narrow(dim + 1, share.first, share.size).flatten(dim, dim + 1).clone()
     setattr(owner, name, nn.Parameter(kept, requires_grad=whole.requires_grad))
 
 

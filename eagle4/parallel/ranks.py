@@ -1,8 +1,8 @@
 """`Ranks`: the processes that share one model, and the few collectives that they exchange.
 
 Functional collectives (`torch.ops._c10d_functional`): gloo on CPUs, NCCL on CUDA, traceable by
-`torch.compile`, which may lower small sums to one-shot symmetric-memory kernels. Every call says
-what it is for, and the bytes that this rank contributes are counted.
+`torch.compile`; sums may go through symmetric memory (see `sums`). Every call says what it is for,
+and the bytes that this rank contributes are counted.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives  # noqa: F401  (registers the operators)
 
+from ..ops.rank_sum import close_scratch, rank_sum
+
 
 class RankError(RuntimeError):
     """Another rank died, fell silent or left; this one cannot go on."""
@@ -23,15 +25,18 @@ class RankError(RuntimeError):
 class Ranks:
     """One tensor-parallel group, seen from one of its members.
 
-    ``rank`` of ``size``; ``device`` is where this rank's share lives. ``sent_bytes`` counts what
-    the rank contributed to collectives, by purpose: ``layers`` (sums inside the models), ``draft``,
+    ``rank`` of ``size``; ``device`` is where this rank's share lives; ``sum_impl`` is how sums are
+    formed ("torch" or "one_shot", the same on all ranks). ``sent_bytes`` counts what the rank
+    contributed to collectives, by purpose: ``layers`` (sums inside the models), ``draft``,
     ``verify``, ``rows`` (whole rows of logits) and ``agree``. What compiled graphs exchange is not
     counted.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device | str = "cpu"):
         self.group: dist.ProcessGroup | None = group
-        self._name = group.group_name
+        self.name: str = group.group_name
+        self.backend: str = dist.get_backend(group)
+        self.sum_impl = "torch"
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.device = torch.device(device)
         self.sent_bytes: Counter[str] = Counter()
@@ -40,25 +45,31 @@ class Ranks:
     def is_first(self) -> bool:
         return self.rank == 0
 
+    @property
+    def sums(self) -> str:
+        """What adds up, in words: ``"one-shot"`` (small parts), or the backend that always does."""
+        return "one-shot" if self.sum_impl == "one_shot" else self.backend
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+        """Itself: a copy of a share belongs to the same group."""
+        return self
+
     # -- tensors ---------------------------------------------------------------------------------
 
-    def all_reduce(self, part: torch.Tensor, purpose: str, op: str = "sum") -> torch.Tensor:
-        """The sum (or ``"max"``) over all ranks of tensors of one shape."""
-        functional, name = torch.ops._c10d_functional, self._name
-        return self._run(part, purpose, lambda x: functional.all_reduce(x, op, name))
+    def all_reduce(self, part: torch.Tensor, purpose: str) -> torch.Tensor:
+        """The sum over all ranks of tensors of one shape."""
+        return self._run(part, purpose, lambda x: rank_sum(x, self.name, self.sum_impl))
 
     def all_gather(self, part: torch.Tensor, purpose: str) -> torch.Tensor:
         """``[size, ...]``: every rank's tensor, in rank order. All have one shape."""
-        functional, name = torch.ops._c10d_functional, self._name
-        found = self._run(
-            part, purpose, lambda x: functional.all_gather_into_tensor(x, self.size, name)
-        )
+        gather = torch.ops._c10d_functional.all_gather_into_tensor
+        found = self._run(part, purpose, lambda x: _wait(gather(x, self.size, self.name)))
         return found.view(self.size, *part.shape)
 
     def broadcast(self, value: torch.Tensor, purpose: str = "agree") -> torch.Tensor:
         """Rank 0's tensor; the other ranks give one of the same shape and dtype."""
-        functional, name = torch.ops._c10d_functional, self._name
-        return self._run(value, purpose, lambda x: functional.broadcast(x, 0, name))
+        broadcast = torch.ops._c10d_functional.broadcast
+        return self._run(value, purpose, lambda x: _wait(broadcast(x, 0, self.name)))
 
     def _run(
         self,
@@ -66,11 +77,11 @@ class Ranks:
         purpose: str,
         collective: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        wait, part = torch.ops._c10d_functional.wait_tensor, part.contiguous()
+        part = part.contiguous()
         if torch.compiler.is_compiling():
-            return wait(collective(part))
+            return collective(part)
         self.sent_bytes[purpose] += part.numel() * part.element_size()
-        return self._guarded(lambda: wait(collective(part)))
+        return self._guarded(lambda: collective(part))
 
     # -- small host values -----------------------------------------------------------------------
 
@@ -83,7 +94,7 @@ class Ranks:
     def largest(self, values: list[int]) -> list[int]:
         """The element-wise maximum of equally long lists."""
         part = torch.tensor(values, dtype=torch.int64, device=self.device)
-        return self.all_reduce(part, "agree", "max").tolist()
+        return self.all_gather(part, "agree").amax(dim=0).tolist()
 
     def first(self, values: list[int]) -> list[int]:
         """Rank 0's integers; the other ranks give as many."""
@@ -99,6 +110,7 @@ class Ranks:
         the same point, so nothing that the group exchanged afterwards could be trusted.
         """
         if self.group is not None:
+            close_scratch(self.name)
             dist.destroy_process_group(self.group)
             self.group = None  # the connections close with the last reference
 
@@ -113,3 +125,7 @@ class Ranks:
                 f"rank {self.rank} of {self.size} lost the other ranks: one of them died or did "
                 f"not answer in time, so this one stops too ({cause})"
             ) from error
+
+
+def _wait(value: torch.Tensor) -> torch.Tensor:
+    return torch.ops._c10d_functional.wait_tensor(value)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -17,6 +18,8 @@ from .plan import check_size, plan_of
 from .ranks import Ranks
 from .vocabulary import VocabShard
 
+Place = tuple[nn.Module, str]  # a module and the name of one of its attributes
+
 
 def shard_target(model: PreTrainedModel, ranks: Ranks) -> VocabShard:
     """Split ``model`` and return this rank's part of the vocabulary.
@@ -24,18 +27,9 @@ def shard_target(model: PreTrainedModel, ranks: Ranks) -> VocabShard:
     Outside eagle4's own forwards the model still gives full logits. Raises `ValueError`, changing
     nothing, when the model cannot be split that way.
     """
-    check_size(model.config, ranks.size)
     text = model.config.get_text_config(decoder=True)
     decoder = model.get_decoder()
-    found = [
-        (name, style, place)
-        for pattern, style in plan_of(model.config).items()
-        for name, place in _matches(decoder, pattern)
-    ]
-    _check_kinds(model, found)
-    # Parameters come before the modules around them, which are replaced.
-    found.sort(key=lambda entry: isinstance(getattr(*entry[2]), nn.Module))
-    for _, style, (owner, attribute) in found:
+    for style, (owner, attribute) in split_places(model, ranks.size):
         part = getattr(owner, attribute)
         if isinstance(part, nn.Parameter):
             _split_parameter(owner, attribute, style, ranks)
@@ -50,7 +44,23 @@ def shard_target(model: PreTrainedModel, ranks: Ranks) -> VocabShard:
     return vocab
 
 
-def _matches(decoder: nn.Module, pattern: str) -> list[tuple[str, tuple[nn.Module, str]]]:
+def split_places(model: PreTrainedModel, size: int) -> list[tuple[str, Place]]:
+    """What is split in ``size`` shares: styles and places, parameters before modules around them.
+
+    Raises `ValueError` when the model cannot be split that way.
+    """
+    check_size(model.config, size)
+    found = [
+        (name, style, place)
+        for pattern, style in plan_of(model.config).items()
+        for name, place in _matches(model.get_decoder(), pattern)
+    ]
+    _check_kinds(model, found)
+    found.sort(key=lambda entry: isinstance(getattr(*entry[2]), nn.Module))
+    return [(style, place) for _, style, place in found]
+
+
+def _matches(decoder: nn.Module, pattern: str) -> list[tuple[str, Place]]:
     """Modules and parameters whose name is the pattern with layer numbers for ``*``."""
     wanted = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
     modules = dict(decoder.named_modules())
@@ -71,7 +81,7 @@ def _check_kinds(model: PreTrainedModel, found: list) -> None:
     wrong = [
         f"{name} is a {type(part).__name__}"
         for name, part in parts.items()
-        if type(part) not in (nn.Linear, nn.Parameter)
+        if not (type(part) is nn.Linear or isinstance(part, nn.Parameter))
     ]
     size = model.config.get_text_config(decoder=True).vocab_size
     if not wrong and head.out_features < size:
@@ -90,7 +100,7 @@ def _split_module(
     if style == "moe_tp_experts":
         setattr(owner, name, linear.Summed(module, ranks))
     elif style.startswith("colwise"):
-        share = _output_share(name, module, style, text, ranks)
+        share = output_share(name, module, style, text, ranks)
         linear.split_outputs(module, share)
         if style == "colwise_gather_output":
             setattr(owner, name, linear.Gathered(module, ranks, share))
@@ -100,9 +110,10 @@ def _split_module(
         linear.split_inputs(owner, name, share, ranks, slices)
 
 
-def _output_share(
+def output_share(
     name: str, module: nn.Linear, style: str, text: PreTrainedConfig, ranks: Ranks
 ) -> linear.Share:
+    """The rows of a column-parallel linear that this rank keeps."""
     if style == "colwise" and name in ("k_proj", "v_proj"):
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         return linear.share_of_heads(heads, module.out_features // heads, ranks)
@@ -110,23 +121,22 @@ def _output_share(
 
 
 def _split_parameter(owner: nn.Module, name: str, style: str, ranks: Ranks) -> None:
-    whole = getattr(owner, name)
     if style == "first_only":
         linear.keep_on_first(owner, name, ranks)
-    elif style == "packed_colwise":
-        _split_pair(owner, name, ranks)
-    else:
-        dim = whole.ndim - (1 if style == "rowwise" else 2)
-        linear.split_parameter(owner, name, dim, linear.share_of(whole.shape[dim], ranks))
-
-
-def _split_pair(owner: nn.Module, name: str, ranks: Ranks) -> None:
-    """``[E, gate rows + up rows, in]``: the same share of both halves."""
+        return
     whole = getattr(owner, name)
-    halves = whole.detach().unflatten(-2, (2, -1))
-    share = linear.share_of(halves.shape[-2], ranks)
-    kept = halves[..., share.first : share.last, :].flatten(-3, -2).clone()
-    setattr(owner, name, nn.Parameter(kept, requires_grad=whole.requires_grad))
+    dim, num_groups = parameter_axis(whole, style)
+    share = linear.share_of(whole.shape[dim] // num_groups, ranks)
+    linear.split_parameter(owner, name, dim, share, num_groups)
+
+
+def parameter_axis(whole: torch.Tensor, style: str) -> tuple[int, int]:
+    """The dimension along which a bare parameter is split, and how many runs lie along it.
+
+    ``[E, gate rows + up rows, in]`` is "packed_colwise": the same share of both halves.
+    """
+    dim = whole.ndim - (1 if style == "rowwise" else 2)
+    return dim, 2 if style == "packed_colwise" else 1
 
 
 def _count_heads(module: Any) -> None:

@@ -138,7 +138,12 @@ def is_proven(model: PreTrainedModel) -> bool:
     A multimodal model around a proven decoder is not proven: its own forward comes first.
     """
     is_stock = type(model).__module__.startswith("transformers.models.")
-    return is_stock and model.config.model_type in PROVEN | HYBRID
+    return is_stock and is_proven_type(model.config.model_type)
+
+
+def is_proven_type(model_type: str) -> bool:
+    """Whether Transformers' own class for this ``model_type`` is covered by tests."""
+    return model_type in PROVEN | HYBRID
 
 
 def declared_windows(config: PreTrainedConfig) -> list[int | None]:

@@ -81,7 +81,7 @@ class RestlessModel(ScriptedModel):
 
     wrap = staticmethod(lambda draft: draft)
 
-    def _speculation(self, config, request, graphs=None):
+    def _speculation(self, config, request, *pair):
         if config is None:
             return None, None
         policy = Restless(config, seed=len(request.pads))

@@ -91,7 +91,7 @@ def test_loading_with_tp_size_and_what_a_share_refuses(tmp_path):
         assert own["beams"] == beams, "outside the engine the model gives whole logits"
         assert "one share" in own["save"] and "only eagle4's own decoding" in own["foreign"]
         assert all("ranks [1] were asked something" in own[k] for k in ("different", "top-k"))
-        assert "tp_size=3" in own["size"]
+        assert "tp_size=3" in own["size"] and own["copy"]
 
 
 def test_a_rank_that_left_does_not_exchange_nonsense():

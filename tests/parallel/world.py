@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_PRELOADED = ["tests.parallel.cases", "tests.parallel.pieces", "tests.parallel.unrest"]
+_PRELOADED = [
+    f"tests.parallel.{name}" for name in ("cases", "one_shot", "pieces", "shares", "unrest")
+]
 
 
 class Ended(NamedTuple):

@@ -1,0 +1,48 @@
+"""One prepared request from its policy to its result: what a call of `generate` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+from ..config import SpeculativeConfig
+from ..drafter import Eagle4Drafter
+from ..harness import HarnessPolicy, Policy
+from ..ops import PackedLinears
+from ..target import TargetAdapter
+from . import together
+from .call import Request, Result
+from .drafting import Draft
+from .graphs import Graphs
+from .home import HarnessHome
+from .loop import run
+from .speculation import policy_and_draft
+from .warmup import warm_up
+
+
+def answer(
+    request: Request,
+    config: SpeculativeConfig | None,
+    target: TargetAdapter,
+    drafter: Eagle4Drafter | None,
+    packed: PackedLinears | None,
+    home: HarnessHome,
+    graphs: Graphs,
+    choose: Callable[..., tuple[Policy | None, Draft | None]] = policy_and_draft,
+) -> tuple[Result, HarnessPolicy | None]:
+    """The result and, if it decided the rounds, the harness.
+
+    ``packed`` are the drafter's weights; ``choose`` is `policy_and_draft` or a stand-in. Without
+    ``config`` or ``drafter`` decoding is plain.
+    """
+    with packed.active() if packed is not None else nullcontext():
+        warm_up(graphs, target, None if config is None else drafter, len(request.pads))
+        policy, draft = choose(config, request, home, target, drafter, graphs)
+        with together.counted(target.vocab) as exchanged:
+            result = run(request, target, policy, draft, graphs)
+    result.stats.exchange = exchanged
+    if not isinstance(policy, HarnessPolicy):
+        return result, None
+    home.settle(policy)
+    result.stats.harness = policy.report.to_dict()
+    return result, policy
