@@ -241,7 +241,7 @@ class Eagle4ForCausalLM(TargetShell):
         if disable_compile or not is_compiled(self.compile_mode, self.device):
             return EAGER
         if self._graphs is None:
-            self._graphs = Graphs(compiled=True)
+            self._graphs = Graphs(compiled=True, falls_back=self.ranks is None)
         return self._graphs
 
 

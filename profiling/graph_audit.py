@@ -20,8 +20,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle4 import Eagle4Drafter, Eagle4ForCausalLM, SpeculativeConfig, demo
+from eagle4.engine.canvas import TreeLimits
 from eagle4.engine.graphs import num_compiled
-from eagle4.engine.warmup import shapes_of, warm_up
+from eagle4.engine.warmup import warm_up
 from eagle4.evaluation.environment import describe_environment
 
 HOST_READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero"}
@@ -73,11 +74,11 @@ def main() -> None:
     drafter = Eagle4Drafter.from_pretrained(demo.drafter_path())
     model = Eagle4ForCausalLM(target, drafter, compile="on")
     assert model._packed is not None
-    shapes = shapes_of(SpeculativeConfig(), drafter, is_greedy=True)
+    limits = TreeLimits.of(SpeculativeConfig(), drafter)
     start = time.perf_counter()
     with model._packed.active():
         for batch in (1, max(args.batches)):
-            warm_up(model.graphs(), model.adapter, drafter, batch, shapes)
+            warm_up(model.graphs(), model.adapter, drafter, batch, limits)
     warm_s, warm_graphs = time.perf_counter() - start, num_compiled()
     source, rounds = random.Random(0), 0
     while rounds < args.rounds:

@@ -16,7 +16,7 @@ import torch
 from round_breakdown import interleaved
 
 from eagle4 import Eagle4Drafter, Eagle4ForCausalLM, SpeculativeConfig, demo
-from eagle4.engine.canvas import Shape
+from eagle4.engine.canvas import TreeLimits
 from eagle4.engine.parts import Stage
 from eagle4.engine.warmup import warm_up
 from eagle4.evaluation.environment import describe_environment
@@ -44,10 +44,10 @@ def measure(model: Eagle4ForCausalLM, context: int, repeats: int) -> dict[str, f
     graphs, device = model.graphs(), model.adapter.device
     big = torch.zeros(MEGABYTES << 18, device=device)  # float32
     with torch.no_grad(), model._packed.active():
-        shape = Shape.of(SpeculativeConfig(), model.drafter)
-        warm_up(graphs, model.adapter, model.drafter, 1, [shape])
+        limits = TreeLimits.of(SpeculativeConfig(), model.drafter)
+        warm_up(graphs, model.adapter, model.drafter, 1, limits)
         with model.adapter.attached(run_block=graphs.block):
-            stage = Stage(model.adapter, model.drafter, 1, context, graphs, shape)
+            stage = Stage(model.adapter, model.drafter, 1, context, graphs, limits)
             cases = {
                 "read": lambda: float(big.sum()),
                 "plain": lambda: stage.verify(0),

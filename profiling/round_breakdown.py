@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 from eagle4 import Eagle4Drafter, Eagle4ForCausalLM, SpeculativeConfig, demo
-from eagle4.engine.canvas import Shape
+from eagle4.engine.canvas import TreeLimits
 from eagle4.engine.parts import Stage
 from eagle4.engine.warmup import warm_up
 from eagle4.evaluation.environment import describe_environment
@@ -42,11 +42,14 @@ def interleaved(cases: Mapping[str, Callable[[], object]], repeats: int) -> dict
 def parts(model: Eagle4ForCausalLM, context: int, repeats: int) -> dict[str, dict[str, float]]:
     """The target's verification by rows, a drafter level by width, and the ends of a draft."""
     assert model.drafter is not None and model._packed is not None
-    graphs, shape = model.graphs(), Shape.of(SpeculativeConfig(top_k=max(WIDTHS)), model.drafter)
+    graphs, limits = (
+        model.graphs(),
+        TreeLimits.of(SpeculativeConfig(top_k=max(WIDTHS)), model.drafter),
+    )
     with model._packed.active():
-        warm_up(graphs, model.adapter, model.drafter, 1, [shape])
+        warm_up(graphs, model.adapter, model.drafter, 1, limits)
         with model.adapter.attached(run_block=graphs.block):
-            stage = Stage(model.adapter, model.drafter, 1, context, graphs, shape)
+            stage = Stage(model.adapter, model.drafter, 1, context, graphs, limits)
             rows = {str(n): partial(stage.verify, n - 1) for n in ROWS}
             widths = {str(n): partial(stage.level, n) for n in WIDTHS}
             ends = {"depth_0": partial(stage.root, 3), "finish": stage.finish}

@@ -6,10 +6,8 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
-from ..config import SpeculativeConfig
 from ..engine.home import fingerprint, measure_pair, profile_path
 from ..engine.measure import COARSE, FINE
-from ..engine.warmup import shapes_of, warm_up
 from ..evaluation.environment import describe_environment
 from ..evaluation.report import markdown_table
 from ..harness import CostTable
@@ -31,9 +29,6 @@ def profile(args: Namespace) -> int:
     known = read_or_none(path, here)
     with model._packed.active():
         grid = COARSE if args.coarse else FINE
-        shapes = shapes_of(SpeculativeConfig(), model.drafter, is_greedy=True)
-        for batch in (1, 2):
-            warm_up(graphs, model.adapter, model.drafter, batch, shapes)
         table = measure_pair(model.adapter, model.drafter, grid, here, graphs)
     experience = known[1] if known else Experience()
     ranks = model.ranks

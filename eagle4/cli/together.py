@@ -1,6 +1,7 @@
 """Several processes under `torchrun` that run one command: which commands may, and who speaks.
 
-All but `train` split the target between them; `train` shares out the steps, each with a whole target.
+All but `train` split the target between them; `train` shares out the steps, each process with a
+whole target.
 """
 
 from __future__ import annotations

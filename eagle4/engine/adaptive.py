@@ -1,9 +1,9 @@
 """Drafting under the harness: it is asked after every level how wide the next one is, and finally
 which nodes are verified.
 
-The parts are those of `drafting`; only the shape differs from round to round. The one host read per
-level is the level's draft probabilities (and the clock is read after it, so times are complete on
-every device).
+The parts are those of `drafting`; only the shape differs from round to round. The host looks at
+every level's probabilities and frontier, which is cheapest for eager rounds on a CPU; elsewhere
+`on_device.DeviceDraft` decides the same in tensor code.
 """
 
 from __future__ import annotations

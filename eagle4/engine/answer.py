@@ -12,10 +12,11 @@ from ..ops import PackedLinears
 from ..target import TargetAdapter
 from . import together
 from .call import Request, Result
-from .drafting import Draft
+from .drafting import Draft, EagleDraft
 from .graphs import Graphs
 from .home import HarnessHome
 from .loop import run
+from .on_device import DeviceDraft
 from .speculation import policy_and_draft
 from .warmup import warm_up
 
@@ -36,8 +37,11 @@ def answer(
     ``config`` or ``drafter`` decoding is plain.
     """
     with packed.active() if packed is not None else nullcontext():
-        warm_up(graphs, target, None if config is None else drafter, len(request.pads))
         policy, draft = choose(config, request, home, target, drafter, graphs)
+        own = drafter if isinstance(draft, EagleDraft) else None
+        # With shared noise the host ranks the candidates of every level.
+        limits = draft.limits if isinstance(draft, DeviceDraft) and not request.sampler else None
+        warm_up(graphs, target, own, len(request.pads), limits)
         with together.counted(target.vocab) as exchanged:
             result = run(request, target, policy, draft, graphs)
     result.stats.exchange = exchanged

@@ -12,7 +12,7 @@ from ..harness.device_policy import DeviceBook, DevicePrices
 from ..types import Tree
 
 
-class Shape(NamedTuple):
+class TreeLimits(NamedTuple):
     """Limits of a round's tree, fixed for a call."""
 
     max_depth: int
@@ -21,7 +21,7 @@ class Shape(NamedTuple):
     min_width: int  # of a level
 
     @classmethod
-    def of(cls, config: SpeculativeConfig, drafter: Eagle4Drafter) -> Shape:
+    def of(cls, config: SpeculativeConfig, drafter: Eagle4Drafter) -> TreeLimits:
         """The limits that a call's configuration sets."""
         top_k = min(config.width, drafter.num_proposable)
         min_width = top_k if config.mode == "tree" else 1

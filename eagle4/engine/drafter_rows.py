@@ -57,6 +57,11 @@ def propose(
         width = min(drafter.num_proposable, MAX_CANDIDATES)
         candidates = state.graphs.propose(drafter, head_RH, width)
         candidates = state.sampler.rank(candidates, sequences, depth, top_k)
+    return candidates
+
+
+def check_finite(candidates: Candidates) -> Candidates:
+    """The same candidates. Raises `DraftError`; the host waits for them."""
     if not torch.isfinite(candidates.logp_RK[:, 0]).all():
         raise DraftError("the drafter's probabilities are not finite")
     return candidates

@@ -16,7 +16,7 @@ from ..cache import AttentionStep, Window
 from ..drafter import DraftOutput, Eagle4Drafter
 from ..harness import Policy
 from ..types import Candidates, Drawn, Plan, Tree
-from .drafter_rows import forward, propose
+from .drafter_rows import check_finite, forward, propose
 from .state import Sequence, State
 from .stats import SpeculationStats
 
@@ -83,7 +83,7 @@ def begin(
     """Depth 0, and the root's children as level 1 of a tree up to ``max_depth`` deep."""
     state.reserve_scratch(sequences, top_k * max_depth)
     root = catch_up(state, sequences, drafter, stats)
-    candidates = propose(state, sequences, drafter, root.head_RH, 1, top_k)
+    candidates = check_finite(propose(state, sequences, drafter, root.head_RH, 1, top_k))
     return trees.start(candidates, max_depth, top_k), root_level(root, top_k), candidates
 
 
@@ -170,7 +170,7 @@ def expand(
     token_R = pool.token_BN.gather(1, frontier_BK).flatten()
     out = forward(state, drafter, parent_state.flatten(0, 1), token_R, step, stats)
     state_BKH = out.state_RH.unflatten(0, (batch, width))
-    candidates = propose(state, sequences, drafter, out.head_RH, depth + 1, top_k)
+    candidates = check_finite(propose(state, sequences, drafter, out.head_RH, depth + 1, top_k))
     grown = trees.extend(growth, candidates, top_k)
     return grown, _Level(state_BKH, visible_BKW, depth_W), candidates
 

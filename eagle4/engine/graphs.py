@@ -12,6 +12,7 @@ These functions carry nearly all of a round's arithmetic and are compiled withou
 
 Rows, contexts and batch sizes are symbolic, so trees of any shape share a graph; size 1 is the one
 special case, which PyTorch compiles apart (`engine.warmup` meets all cases before the first round).
+The last three are compiled once for every `TreeLimits`, whose numbers are constants to them.
 The eager forms are the specification: `EAGER` runs them as they are, and a function that cannot be
 compiled falls back to its own for good.
 """
@@ -21,16 +22,17 @@ from __future__ import annotations
 import logging
 import types
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from ..drafter import DraftOutput, Eagle4Drafter
 from ..target.blocks import run_block
 from ..types import Candidates
 from . import level
-from .canvas import Canvas, Finished, Shape
+from .canvas import Canvas, Finished, TreeLimits
 
 CompileMode = Literal["auto", "on", "off"]
 Opened = tuple[Canvas, torch.Tensor]
@@ -38,21 +40,38 @@ Opened = tuple[Canvas, torch.Tensor]
 logger = logging.getLogger("eagle4")
 
 
-class Graphs:
-    """The functions of one pair's rounds. Compiled ones need `engine.warmup` once."""
+class TreeFunctions(NamedTuple):
+    """`level.open_tree`, `level.level` and `level.finish`, compiled or not."""
 
-    def __init__(self, compiled: bool = False):
+    open_tree: Callable[..., Opened]
+    level: Callable[..., Opened]
+    finish: Callable[..., Finished]
+
+
+class Graphs:
+    """The functions of one pair's rounds. Compiled ones need `engine.warmup` once.
+
+    ``falls_back``: what cannot be compiled runs eagerly; not among ranks, which would differ then.
+    """
+
+    def __init__(self, compiled: bool = False, falls_back: bool = True):
         self.compiled = compiled
         # What `engine.warmup` has been through, with several sequences or one.
-        self.warm: set[tuple[str | Shape, bool]] = set()
-        wrap = _Compiled if compiled else _as_it_is
+        self.warm: set[tuple[str | TreeLimits, bool]] = set()
+        wrap = partial(_Compiled, falls_back=falls_back) if compiled else _as_it_is
         self.draft: Callable[..., DraftOutput] = wrap(level.draft)
-        self.open_tree: Callable[..., Opened] = wrap(level.open_tree)
-        self.level: Callable[..., Opened] = wrap(level.level)
-        self.finish: Callable[..., Finished] = wrap(level.finish)
-        self._propose = _Compiled(level.propose) if compiled else None
+        self._wrap = wrap
+        self._trees: dict[TreeLimits, TreeFunctions] = {}
+        self._propose = wrap(level.propose) if compiled else None
         # Without it the blocks keep their own forward.
-        self.block: Callable[..., Any] | None = _Compiled(run_block) if compiled else None
+        self.block: Callable[..., Any] | None = wrap(run_block) if compiled else None
+
+    def trees(self, limits: TreeLimits) -> TreeFunctions:
+        """What drafts trees within these limits."""
+        if limits not in self._trees:
+            functions = level.open_tree, level.level, level.finish
+            self._trees[limits] = TreeFunctions(*map(self._wrap, functions))
+        return self._trees[limits]
 
     def decides_on(self, device: torch.device) -> bool:
         """Whether the harness decides in tensor code there.
@@ -99,8 +118,9 @@ def _as_it_is(function: Callable) -> Callable:
 class _Compiled:
     """A compiled function that gives way to its eager form when it cannot be compiled."""
 
-    def __init__(self, function: Callable):
+    def __init__(self, function: Callable, falls_back: bool = True):
         self._eager = function
+        self._falls_back = falls_back
         self._compiled = torch.compile(_own_code(function), fullgraph=True, dynamic=True)
         self._fails = False
 
@@ -109,7 +129,9 @@ class _Compiled:
             return self._eager(*args)
         try:
             return self._compiled(*args)
-        except TorchDynamoException as error:
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            if not self._falls_back:
+                raise
             self._fails = True
             reason = str(error).strip().splitlines()[0]
             logger.warning(

@@ -27,10 +27,11 @@ from ..harness.profile_file import file_name, read, read_or_none, write
 from ..machine import cache_dir, device_name, package_version
 from ..parallel import Ranks
 from ..target import TargetAdapter
-from .canvas import Shape
+from .canvas import TreeLimits
 from .graphs import EAGER, Graphs
 from .measure import COARSE, Grid, measure
 from .parts import make_cases
+from .warmup import warm_up
 
 WORTH_TOKENS = 64  # new tokens of a request that justify a measurement
 SAVE_ROUNDS = 512  # rounds of experience between two writes
@@ -76,8 +77,7 @@ class HarnessHome:
             assert found is not None
             return HarnessPolicy(config, *found)
         if self._profile is None or self._profile.table.fingerprint != here:
-            shape = Shape.of(config, drafter)
-            self._profile = self._find(here, target, drafter, num_tokens, graphs, shape)
+            self._profile = self._find(here, target, drafter, num_tokens, graphs)
             if self._profile is None:
                 return None
             self._saved_rounds = self._profile.experience.rounds
@@ -100,14 +100,13 @@ class HarnessHome:
         drafter: Eagle4Drafter,
         num_tokens: int,
         graphs: Graphs,
-        shape: Shape,
     ) -> Profile | None:
         path = profile_path(here)
         found = self._agreed(lambda: _profile_or_none(path, here))
         if found is not None or num_tokens < WORTH_TOKENS:
             return found
         logger.info("measuring the costs of this pair once (a few seconds)")
-        table = measure_pair(target, drafter, COARSE, here, graphs, shape)
+        table = measure_pair(target, drafter, COARSE, here, graphs)
         profile = self._agreed(lambda: Profile(table, Experience()))
         assert profile is not None
         self._save(profile)
@@ -156,16 +155,17 @@ def measure_pair(
     grid: Grid,
     here: dict[str, Any] | None = None,
     graphs: Graphs = EAGER,
-    shape: Shape | None = None,
 ) -> CostTable:
-    """Measure a pair; call it where packed weights are active. ``shape``: limits of its trees."""
+    """Measure a pair within the default limits; call it where packed weights are active."""
     device, vocab = target.device, target.vocab
-    shape = shape or Shape.of(SpeculativeConfig(), drafter)
+    limits = TreeLimits.of(SpeculativeConfig(), drafter)
+    for batch in (1, 2):
+        warm_up(graphs, target, drafter, batch, limits)
     # Ranks measure together, so they also stop together.
     agree = bool if vocab is None else lambda over: bool(vocab.ranks.first([over])[0])
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     with torch.no_grad(), target.attached(run_block=graphs.block):
-        cases = make_cases(target, drafter, grid, shape, graphs)
+        cases = make_cases(target, drafter, grid, limits, graphs)
         here = here or fingerprint(target, drafter, graphs)
         return measure(cases, grid, here, synchronize, agree)
 

@@ -21,7 +21,7 @@ from ..harness import device_policy
 from ..harness.fixed_point import ONE
 from ..ops import grow_level
 from ..types import Candidates
-from .canvas import Canvas, Finished, Shape, Terms
+from .canvas import Canvas, Finished, Terms, TreeLimits
 
 MAX_CANDIDATES = 128  # of a law that tokens are drawn from
 NOT_FINITE = -1  # the width that stands for unusable probabilities
@@ -49,10 +49,10 @@ def propose(drafter: Eagle4Drafter, head_RH: torch.Tensor) -> Candidates:
 
 
 def open_tree(
-    drafter: Eagle4Drafter, root: DraftOutput, terms: Terms, shape: Shape
+    drafter: Eagle4Drafter, root: DraftOutput, terms: Terms, limits: TreeLimits
 ) -> tuple[Canvas, torch.Tensor]:
     """The tree's first level from depth 0's last rows ``[B, H]``, and the next level's decision."""
-    return start(root, drafter.propose(root.head_RH, shape.top_k), terms, shape)
+    return start(root, drafter.propose(root.head_RH, limits.top_k), terms, limits)
 
 
 def level(
@@ -61,34 +61,34 @@ def level(
     pools: tuple[torch.Tensor, torch.Tensor],
     scratch: Scratch,
     terms: Terms,
-    shape: Shape,
+    limits: TreeLimits,
     width: int,
 ) -> tuple[Canvas, torch.Tensor]:
     """Expand the best ``width`` nodes of the frontier; ``pools``: the drafter's K and V."""
     rows = expanded(canvas, scratch, width)
     step = layer_step(drafter, pools, scratch, rows)
     out = draft(drafter, *inputs(canvas, width), rows.position_BM.flatten(), step)
-    candidates = drafter.propose(out.head_RH, shape.top_k)
-    return extend(canvas, rows, out, candidates, terms, shape)
+    candidates = drafter.propose(out.head_RH, limits.top_k)
+    return extend(canvas, rows, out, candidates, terms, limits)
 
 
-def finish(canvas: Canvas, terms: Terms, shape: Shape) -> Finished:
+def finish(canvas: Canvas, terms: Terms, limits: TreeLimits) -> Finished:
     """The nodes worth verifying over the whole batch, depth-first."""
     pool, survival_BP = canvas.pool, canvas.survival_BP
-    prices = terms.prices(len(survival_BP), shape.top_k)
-    chosen_BP = device_policy.choose(survival_BP[None], shape.max_nodes, prices)[0]
+    prices = terms.prices(len(survival_BP), limits.top_k)
+    chosen_BP = device_policy.choose(survival_BP[None], limits.max_nodes, prices)[0]
     score_BP = pool.score_BN.masked_fill(~chosen_BP, float("-inf"))
-    unlimited_B = torch.full_like(pool.count_B, shape.max_depth)
-    tree = trees.prune(pool._replace(score_BN=score_BP), shape.max_nodes, unlimited_B)
+    unlimited_B = torch.full_like(pool.count_B, limits.max_depth)
+    tree = trees.prune(pool._replace(score_BN=score_BP), limits.max_nodes, unlimited_B)
     return Finished(tree, chosen_BP, (survival_BP * chosen_BP).sum())
 
 
 def start(
-    root: DraftOutput, candidates: Candidates, terms: Terms, shape: Shape
+    root: DraftOutput, candidates: Candidates, terms: Terms, limits: TreeLimits
 ) -> tuple[Canvas, torch.Tensor]:
     """`open_tree` for candidates that are known already."""
     batch, device = len(root.state_RH), root.state_RH.device
-    pool, node_BK, _, _ = trees.start(candidates, shape.max_depth, shape.top_k)
+    pool, node_BK, _, _ = trees.start(candidates, limits.max_depth, limits.top_k)
     none_BP = torch.zeros_like(pool.token_BN)
     zero = torch.zeros((), dtype=torch.int64, device=device)
     canvas = Canvas(
@@ -96,15 +96,15 @@ def start(
         none_BP,
         none_BP,
         node_BK,
-        root.state_RH.unsqueeze(1).repeat(1, shape.top_k, 1),
-        torch.zeros(batch, shape.top_k, shape.entries, dtype=torch.bool, device=device),
-        torch.zeros(shape.entries, dtype=torch.int64, device=device),
+        root.state_RH.unsqueeze(1).repeat(1, limits.top_k, 1),
+        torch.zeros(batch, limits.top_k, limits.entries, dtype=torch.bool, device=device),
+        torch.zeros(limits.entries, dtype=torch.int64, device=device),
         zero,
         zero + 1,
     )
     whole_B1 = torch.full_like(node_BK[:, :1], ONE)
     canvas = _valued(canvas, whole_B1, candidates, terms, first=0)
-    return canvas, _decision(canvas, candidates, terms, shape)
+    return canvas, _decision(canvas, candidates, terms, limits)
 
 
 def expanded(canvas: Canvas, scratch: Scratch, width: int) -> Expanded:
@@ -112,13 +112,11 @@ def expanded(canvas: Canvas, scratch: Scratch, width: int) -> Expanded:
     index_M = torch.arange(width, device=canvas.num_rows.device)
     place_W = torch.arange(canvas.depth_W.shape[0], device=index_M.device) - canvas.num_rows
     itself_MW = place_W == index_M.unsqueeze(1)
-    is_new_W = (place_W >= 0) & (place_W < width)
-    depth_W = torch.where(is_new_W, canvas.depth, canvas.depth_W)
     # A row's position is that of its token's features: one before the token's own.
     behind_B1 = scratch.prefix_B.unsqueeze(1) - 1
-    position_BM = (behind_B1 + canvas.depth).expand(-1, width)
+    position_BM = (behind_B1 + canvas.depth).repeat(1, width)
     sees_BMW = _first(canvas.sees_BKW, width) | itself_MW
-    return Expanded(canvas.num_rows, sees_BMW, position_BM, behind_B1 + depth_W)
+    return Expanded(canvas.num_rows, sees_BMW, position_BM, behind_B1 + _depths(canvas, width))
 
 
 def layer_step(
@@ -145,10 +143,10 @@ def extend(
     out: DraftOutput,
     candidates: Candidates,
     terms: Terms,
-    shape: Shape,
+    limits: TreeLimits,
 ) -> tuple[Canvas, torch.Tensor]:
     """Add the children of the expanded rows, choose the next frontier, decide."""
-    pool, top_k = canvas.pool, shape.top_k
+    pool, top_k = canvas.pool, limits.top_k
     batch, width = rows.position_BM.shape
     parent_BM = _first(canvas.node_BK, width)
     best_BK = grow_level(pool, parent_BM, candidates, top_k)
@@ -160,13 +158,20 @@ def extend(
         node_BK=first_B1 + best_BK,
         state_BKH=state_BMH.gather(1, from_BK1.expand(-1, -1, state_BMH.shape[-1])),
         sees_BKW=rows.sees_BMW.gather(1, from_BK1.expand(-1, -1, rows.sees_BMW.shape[-1])),
-        depth_W=rows.position_BW[0] - rows.position_BM[0, 0] + canvas.depth,
+        depth_W=_depths(canvas, width),
         num_rows=canvas.num_rows + width,
         depth=canvas.depth + 1,
     )
     parent_survival_BM = canvas.survival_BP.gather(1, parent_BM)
     grown = _valued(grown, parent_survival_BM, candidates, terms, first_B1)
-    return grown, _decision(grown, candidates, terms, shape)
+    return grown, _decision(grown, candidates, terms, limits)
+
+
+def _depths(canvas: Canvas, width: int) -> torch.Tensor:
+    """Depths of the drafted rows with those of the level that is being expanded."""
+    place_W = torch.arange(canvas.depth_W.shape[0], device=canvas.depth_W.device) - canvas.num_rows
+    is_new_W = (place_W >= 0) & (place_W < width)
+    return torch.where(is_new_W, canvas.depth, canvas.depth_W)
 
 
 def _first(columns: torch.Tensor, width: int) -> torch.Tensor:
@@ -196,7 +201,9 @@ def _valued(
     )
 
 
-def _decision(canvas: Canvas, candidates: Candidates, terms: Terms, shape: Shape) -> torch.Tensor:
+def _decision(
+    canvas: Canvas, candidates: Candidates, terms: Terms, limits: TreeLimits
+) -> torch.Tensor:
     """int64 ``[2]``: the next level's width, 0 to stop or `NOT_FINITE`; its gain in nanoseconds."""
     batch = len(canvas.node_BK)
     deepest, _ = terms.limits(batch)
@@ -206,9 +213,9 @@ def _decision(canvas: Canvas, candidates: Candidates, terms: Terms, shape: Shape
         canvas.prob_BP.gather(1, canvas.node_BK)[None],
         canvas.depth,
         deepest,
-        *(shape.min_width, shape.top_k, shape.max_nodes),
+        *(limits.min_width, limits.top_k, limits.max_nodes),
         terms.book,
-        terms.prices(batch, shape.top_k),
+        terms.prices(batch, limits.top_k),
     )
     is_finite = torch.isfinite(candidates.logp_RK[:, 0]).all()
     width_Z = torch.where(is_finite, found.width_Z, NOT_FINITE)

@@ -29,7 +29,7 @@ from .reference import Verified, empty_tree, prefill, verify
 from .state import Sequence, State
 
 
-class _Drafted(NamedTuple):
+class _Trees(NamedTuple):
     """A round's trees; ``nodes``: what the host knows of them, (token, depth) per node."""
 
     tree: Tree
@@ -130,7 +130,7 @@ def _round(call: Call, sequences: list[Sequence]) -> None:
     limits = [_depth_limit(call, sequence) for sequence in sequences]
     before = before_round(call, sequences)
     drafted = _draft(call, sequences, limits)
-    plainly = _Drafted(empty_tree(len(sequences), call.state.device), None, [[]] * len(sequences))
+    plainly = _Trees(empty_tree(len(sequences), call.state.device), None, [[]] * len(sequences))
     try:
         verified = _verify(call, sequences, drafted or plainly)
     except Exception as error:
@@ -148,7 +148,7 @@ def _round(call: Call, sequences: list[Sequence]) -> None:
     report_round(call, before, is_planned=max(limits) > 0)
 
 
-def _verify(call: Call, sequences: list[Sequence], drafted: _Drafted) -> Verified:
+def _verify(call: Call, sequences: list[Sequence], drafted: _Trees) -> Verified:
     """Run the tree, or the roots alone, through the target."""
     tree, law, nodes = drafted
     hidden, counts = call.request.output_hidden_states, [len(row) for row in nodes]
@@ -166,7 +166,7 @@ def _depth_limit(call: Call, sequence: Sequence) -> int:
     return max(room, 0)
 
 
-def _draft(call: Call, sequences: list[Sequence], limits: list[int]) -> _Drafted | None:
+def _draft(call: Call, sequences: list[Sequence], limits: list[int]) -> _Trees | None:
     """The round's tree, with its law if it was drawn; or None for a plain round."""
     if call.draft is None or call.policy is None or max(limits) == 0:
         return None
@@ -179,7 +179,7 @@ def _draft(call: Call, sequences: list[Sequence], limits: list[int]) -> _Drafted
         with call.stats.stage("draft"):
             found = call.draft(call.state, sequences, plan, limits, call.stats)
         tree, law = found if isinstance(found, Drawn) else (found, None)
-        drafted = _Drafted(tree, law, _look(call, tree))
+        drafted = _Trees(tree, law, _look(call, tree))
     except Exception as error:  # whatever it is: plain decoding can do without the draft
         stop_speculating(call, error)
         return None
@@ -202,7 +202,7 @@ def _look(call: Call, tree: Tree) -> list[list[tuple[int, int]]]:
 
 
 def _commit_verdicts(
-    call: Call, sequences: list[Sequence], drafted: _Drafted | None, verified: Verified
+    call: Call, sequences: list[Sequence], drafted: _Trees | None, verified: Verified
 ) -> list[int]:
     """Commit every row's verdict; returns how many drafted nodes were kept."""
     batch = len(sequences)

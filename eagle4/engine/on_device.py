@@ -14,12 +14,12 @@ from ..drafter import DraftOutput, Eagle4Drafter
 from ..harness import HarnessPolicy, Policy
 from ..harness.acceptance import Book
 from ..harness.device_policy import DeviceBook, device_book
-from ..harness.nodes import TAUGHT, Drafted
+from ..harness.nodes import TAUGHT, DraftRecord
 from ..harness.policy import Decision, Prices
 from ..types import Plan, Tree
 from . import level as levels
 from .adaptive import Lap
-from .canvas import Canvas, Finished, Shape, Terms
+from .canvas import Canvas, Finished, Terms, TreeLimits
 from .drafter_rows import DraftError, draft_pools, propose
 from .drafting import EagleDraft, catch_up
 from .graphs import Opened
@@ -35,6 +35,7 @@ class DeviceDraft(EagleDraft):
 
     def __init__(self, drafter: Eagle4Drafter, policy: Policy):
         super().__init__(drafter, policy)
+        self.limits: TreeLimits = TreeLimits.of(self.policy.config, drafter)
         self._book: tuple[Book, DeviceBook] | None = None
 
     def __call__(
@@ -48,24 +49,24 @@ class DeviceDraft(EagleDraft):
         """Raises `DraftError` on non-finite probabilities."""
         policy, batch, lap = self.policy, len(sequences), Lap()
         pending = sum(sequence.num_pending for sequence in sequences)
-        shape = Shape.of(policy.config, self.drafter)
-        prices = policy.price(shape.top_k)
+        limits = self.limits
+        prices = policy.price(limits.top_k)
         terms = self._terms(depth_limit, prices, state.device)
-        state.reserve_scratch(sequences, shape.top_k + shape.entries)
+        state.reserve_scratch(sequences, limits.top_k + limits.entries)
         root = catch_up(state, sequences, self.drafter, stats)
-        canvas, decision = self._open(state, sequences, root, terms, shape)
+        canvas, decision = self._open(state, sequences, root, terms, limits)
         decisions = [_decided(stats, decision)]
         policy.timed("root", pending, lap.ns())
-        scratch = scratch_of(state, sequences, shape)
+        scratch = scratch_of(state, sequences, limits)
         while width := decisions[-1].width:
-            setting = scratch, terms, shape, width
+            setting = scratch, terms, limits, width
             canvas, decision = self._level(state, sequences, canvas, *setting, len(decisions))
             stats.draft_calls += 1
             decisions.append(_decided(stats, decision))
             policy.timed("level", batch * width, lap.ns())
-        finished = state.graphs.finish(canvas, terms, shape)
-        policy.drafted(_told(stats, canvas, finished, decisions, depth_limit, shape.top_k), prices)
-        stats.nodes_drafted += batch * shape.top_k * (1 + sum(d.width for d in decisions))
+        finished = state.graphs.trees(limits).finish(canvas, terms, limits)
+        policy.drafted(_told(stats, canvas, finished, decisions, depth_limit, limits.top_k), prices)
+        stats.nodes_drafted += batch * limits.top_k * (1 + sum(d.width for d in decisions))
         policy.timed("finish", batch, lap.ns())
         return finished.tree
 
@@ -83,12 +84,12 @@ class DeviceDraft(EagleDraft):
         sequences: list[Sequence],
         root: DraftOutput,
         terms: Terms,
-        shape: Shape,
+        limits: TreeLimits,
     ) -> Opened:
         if state.sampler is None:
-            return state.graphs.open_tree(self.drafter, root, terms, shape)
-        candidates = propose(state, sequences, self.drafter, root.head_RH, 1, shape.top_k)
-        return levels.start(root, candidates, terms, shape)
+            return state.graphs.trees(limits).open_tree(self.drafter, root, terms, limits)
+        candidates = propose(state, sequences, self.drafter, root.head_RH, 1, limits.top_k)
+        return levels.start(root, candidates, terms, limits)
 
     def _level(
         self,
@@ -97,26 +98,27 @@ class DeviceDraft(EagleDraft):
         canvas: Canvas,
         scratch: Scratch,
         terms: Terms,
-        shape: Shape,
+        limits: TreeLimits,
         width: int,
         depth: int,
     ) -> Opened:
         """One level; with shared noise the candidates are ranked between its parts."""
         drafter, pools = self.drafter, draft_pools(state, self.drafter)
         if state.sampler is None:
-            return state.graphs.level(drafter, canvas, pools, scratch, terms, shape, width)
+            run = state.graphs.trees(limits).level
+            return run(drafter, canvas, pools, scratch, terms, limits, width)
         rows = levels.expanded(canvas, scratch, width)
         step = levels.layer_step(drafter, pools, scratch, rows)
         position_R = rows.position_BM.flatten()
         out = state.graphs.draft(drafter, *levels.inputs(canvas, width), position_R, step)
-        candidates = propose(state, sequences, drafter, out.head_RH, depth + 1, shape.top_k)
-        return levels.extend(canvas, rows, out, candidates, terms, shape)
+        candidates = propose(state, sequences, drafter, out.head_RH, depth + 1, limits.top_k)
+        return levels.extend(canvas, rows, out, candidates, terms, limits)
 
 
-def scratch_of(state: State, sequences: list[Sequence], shape: Shape) -> Scratch:
+def scratch_of(state: State, sequences: list[Sequence], limits: TreeLimits) -> Scratch:
     """Where a round's drafted rows go."""
     owners = [(sequence.index, sequence.draft_length) for sequence in sequences]
-    setting = shape.entries, state.device, state.graphs.compiled
+    setting = limits.entries, state.device, state.graphs.compiled
     return make_scratch(state.table, owners, *setting)
 
 
@@ -134,9 +136,9 @@ def _told(
     decisions: list[Decision],
     limits: list[int],
     top_k: int,
-) -> Drafted:
+) -> DraftRecord:
     """Read a finished draft."""
-    sizes = [top_k, *(decision.width * top_k for decision in decisions)]
+    sizes = [top_k, *(decision.width * top_k for decision in decisions[:-1])]
     used, taught = sum(sizes), min(TAUGHT, len(limits))
     pool = canvas.pool
     columns = pool.token_BN, pool.parent_BN, canvas.prob_BP, finished.chosen_BP
@@ -146,10 +148,10 @@ def _told(
     rows = [flat[start : start + used] for start in range(0, len(flat), used)]
     token, parent, prob, mask = (rows[i * taught : (i + 1) * taught] for i in range(4))
     found, first = [], 0
-    for size in sizes[: len(decisions)]:
+    for size in sizes:
         stop = first + size
         parents = [row[first:stop:top_k] for row in parent]
         found.append((parents, [row[first:stop] for row in prob]))
         first = stop
     chosen = [[i for i, kept in enumerate(row) if kept] for row in mask]
-    return Drafted(limits[:taught], found, decisions, token, chosen, num_chosen, promised)
+    return DraftRecord(limits[:taught], found, decisions, token, chosen, num_chosen, promised)

@@ -18,7 +18,7 @@ from ..harness.device_policy import device_book
 from ..target import TargetAdapter
 from ..types import Candidates, Tree
 from .adaptive import _probabilities, take
-from .canvas import Canvas, Shape, Terms
+from .canvas import Canvas, Terms, TreeLimits
 from .drafter_rows import draft_pools, propose
 from .drafting import catch_up, expand, root_level
 from .graphs import EAGER, Graphs
@@ -33,8 +33,8 @@ from .stats import SpeculationStats
 class Stage:
     """A state of ``batch`` sequences with ``context`` committed tokens each.
 
-    ``shape``: limits of the trees where the device decides; without, or where it does not, drafts
-    are led by the host.
+    ``limits``: of the trees that the device decides on; without, or where it decides on none,
+    drafts are led by the host.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Stage:
         batch: int,
         context: int,
         graphs: Graphs = EAGER,
-        shape: Shape | None = None,
+        limits: TreeLimits | None = None,
     ):
         self.target = target
         self.drafter: Eagle4Drafter = drafter  # type: ignore[assignment]  # plain parts need none
@@ -52,11 +52,12 @@ class Stage:
         self.state = State(ids, [0] * batch, 0, graphs=graphs)
         self.context = context
         for sequence in self.state.sequences:
-            self.state.reserve(sequence, context + 640)
+            room = 640 if limits is None else max(640, limits.entries + limits.top_k)
+            self.state.reserve(sequence, context + room)
             sequence.kv_length = sequence.draft_length = context
-        self.decides = shape is not None and graphs.decides_on(target.device)
-        if shape is not None:
-            self.shape = shape
+        self.decides = limits is not None and graphs.decides_on(target.device)
+        if limits is not None:
+            self.limits = limits
 
     def verify(self, nodes: int) -> None:
         """Root and a chain of ``nodes`` per sequence through the target, to the verdict."""
@@ -79,7 +80,7 @@ class Stage:
         root = catch_up(state, sequences, drafter, SpeculationStats())
         if self.decides:
             terms = self._terms(num_sequences)
-            state.graphs.open_tree(drafter, root, terms, self.shape)[1].tolist()
+            state.graphs.trees(self.limits).open_tree(drafter, root, terms, self.limits)[1].tolist()
             return
         width = min(4, drafter.num_proposable)
         _probabilities(propose(state, sequences, drafter, root.head_RH, 1, width), num_sequences)
@@ -90,8 +91,8 @@ class Stage:
         batch = len(state.sequences)
         if self.decides:
             canvas, scratch, terms = self._canvas
-            setting = draft_pools(state, drafter), scratch, terms, self.shape, width
-            state.graphs.level(drafter, canvas, *setting)[1].tolist()
+            setting = draft_pools(state, drafter), scratch, terms, self.limits, width
+            state.graphs.trees(self.limits).level(drafter, canvas, *setting)[1].tolist()
             return
         growth = trees.start(self._children(width), 2, width)
         level = root_level(self._root, width)
@@ -104,7 +105,8 @@ class Stage:
         state, batch = self.state, len(self.state.sequences)
         if self.decides:
             canvas, _, terms = self._canvas
-            state.graphs.finish(canvas, terms, self.shape).chosen_BP.tolist()
+            run = state.graphs.trees(self.limits).finish
+            run(canvas, terms, self.limits).tree.token_BN.tolist()
         else:
             take(chain(batch, 16, state.device), [list(range(8))] * batch)
 
@@ -121,33 +123,37 @@ class Stage:
 
     @cached_property
     def _canvas(self) -> tuple[Canvas, Scratch, Terms]:
-        state, shape = self.state, self.shape
+        state, limits = self.state, self.limits
         terms = self._terms(len(state.sequences))
-        canvas, _ = start(self._root, self._children(shape.top_k), terms, shape)
-        return canvas, scratch_of(state, state.sequences, shape), terms
+        canvas, _ = start(self._root, self._children(limits.top_k), terms, limits)
+        return canvas, scratch_of(state, state.sequences, limits), terms
 
     def _terms(self, batch: int) -> Terms:
         """A token is worth a second and everything else is free."""
-        shape, device = self.shape, self.state.device
-        free = [0] * (shape.top_k + 1 + batch * shape.max_nodes + 1)
-        order = [shape.max_depth, 10**9, *[shape.max_depth] * batch, *free]
+        limits, device = self.limits, self.state.device
+        free = [0] * (limits.top_k + 1 + batch * limits.max_nodes + 1)
+        order = [limits.max_depth, 10**9, *[limits.max_depth] * batch, *free]
         book = device_book(Experience().book(), device)
         return Terms(torch.tensor(order, device=device), book)
 
 
 def make_cases(
-    target: TargetAdapter, drafter: Eagle4Drafter, grid: Grid, shape: Shape, graphs: Graphs = EAGER
+    target: TargetAdapter,
+    drafter: Eagle4Drafter,
+    grid: Grid,
+    limits: TreeLimits,
+    graphs: Graphs = EAGER,
 ) -> dict:
     """``(kind, rows, context) -> callable`` for every point of a grid that the target can hold."""
     text = target.config
     longest = getattr(text, "max_position_embeddings", None) or 1 << 30
     most = max(grid.verify_rows)
     contexts = sorted({min(c, max(longest - most - 1, 1)) for c in grid.contexts})
-    widest = shape.top_k
+    widest = limits.top_k
     cases: dict[tuple[str, int, int], Case] = {}
     for context in contexts:
         stages = {
-            batch: Stage(target, drafter, batch, context, graphs, shape)
+            batch: Stage(target, drafter, batch, context, graphs, limits)
             for batch in sorted(
                 {1, *grid.plain_batches, *(-(-r // widest) for r in grid.level_rows)}
             )

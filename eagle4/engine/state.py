@@ -92,13 +92,18 @@ class State:
         """Commit one token."""
         column = sequence.pad + sequence.length
         if column == self.ids_BT.shape[1]:
-            more = self.ids_BT.new_full((len(self.ids_BT), max(64, column)), self.pad_token)
-            self.ids_BT = torch.cat([self.ids_BT, more], dim=1)
-            self.host_ids_BT = self.ids_BT.cpu()
+            self.grow()
         self.ids_BT[sequence.index, column] = token
         self.host_ids_BT[sequence.index, column] = token
         sequence.length += 1
         sequence.new_tokens += 1
+
+    def grow(self) -> None:
+        """Room for more tokens."""
+        batch, columns = self.ids_BT.shape
+        more = self.ids_BT.new_full((batch, max(64, columns)), self.pad_token)
+        self.ids_BT = torch.cat([self.ids_BT, more], dim=1)
+        self.host_ids_BT = self.ids_BT.cpu()
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> None:
         """Make room for ``num_tokens`` cache entries of the sequence in both pools."""

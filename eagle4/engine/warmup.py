@@ -9,23 +9,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch.fx.experimental import _config as fx_config
 from tqdm.auto import tqdm
 
-from ..config import SpeculativeConfig
 from ..drafter import Eagle4Drafter
 from ..target import TargetAdapter
-from .canvas import Shape
+from .canvas import TreeLimits
 from .graphs import Graphs, num_compiled
 from .parts import Stage
 
 logger = logging.getLogger("eagle4")
 
-Part = str | Shape  # "target", "drafter" (drafts that the host leads), or what the device decides
+Part = (
+    str | TreeLimits
+)  # "target", "drafter" (drafts that the host leads), or what the device decides
 
 _PRIMES = (11, 13, 17, 19, 23, 29, 31, 37)
 
@@ -35,16 +36,16 @@ def warm_up(
     target: TargetAdapter,
     drafter: Eagle4Drafter | None,
     batch: int,
-    shapes: Sequence[Shape | None] = (None,),
+    limits: TreeLimits | None = None,
 ) -> None:
     """Meet all cases of calls with ``batch`` sequences; returns at once where nothing is new.
 
-    ``drafter`` is None for plain decoding. ``shapes``: limits of trees that the device decides on;
-    None stands for drafts that the host leads. Call it where packed weights are active.
+    ``drafter`` is None for plain decoding. ``limits``: of the trees that the device decides on;
+    None: the host leads the drafts. Call it where packed weights are active.
     """
     parts: list[Part] = ["target"]
     if drafter is not None:
-        parts += ["drafter" if shape is None else shape for shape in shapes]
+        parts.append(limits or "drafter")
     missing = [part for part in parts if (part, batch > 1) not in graphs.warm]
     if not graphs.compiled or not missing:
         return
@@ -53,8 +54,8 @@ def warm_up(
     several = several if batch > 1 else 1
     cases = []
     for part in missing:
-        shape = part if isinstance(part, Shape) else None
-        cases += _cases(Stage(target, drafter, several, context, graphs, shape), part, rows)
+        own = part if isinstance(part, TreeLimits) else None
+        cases += _cases(Stage(target, drafter, several, context, graphs, own), part, rows)
     # Equal sizes are a coincidence, not a law to be guarded.
     unequal = fx_config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
     with torch.no_grad(), target.attached(run_block=graphs.block), unequal:
@@ -66,18 +67,6 @@ def warm_up(
     logger.info("compiled %d graphs in %.1f s", found, took)
 
 
-def shapes_of(
-    config: SpeculativeConfig | None, drafter: Eagle4Drafter | None, is_greedy: bool
-) -> list[Shape | None]:
-    """What a call drafts with, for `warm_up`."""
-    if config is None or drafter is None:
-        return []
-    if not config.harness:
-        return [None]
-    shape = Shape.of(config, drafter)
-    return [shape] if is_greedy else [shape, None]
-
-
 def _cases(stage: Stage, part: Part, rows: int) -> list[Callable[[], object]]:
     """One row per sequence and several, in every function of the target or the drafter."""
     if part == "target":
@@ -87,7 +76,7 @@ def _cases(stage: Stage, part: Part, rows: int) -> list[Callable[[], object]]:
     if isinstance(part, str):
         return [*roots, partial(stage.level, min(rows, widest))]
     # A width that is neither 1 nor all of the frontier, where there is one.
-    widths = sorted({1, max(part.top_k - 1, min(part.top_k, 2))})
+    widths = sorted({1, max(part.top_k - 1, min(part.top_k, 2))}) if part.max_depth > 1 else []
     return [*roots, *(partial(stage.level, width) for width in widths), stage.finish]
 
 

@@ -15,7 +15,7 @@ from . import outlook
 from .acceptance import Book, Experience
 from .cost import CostTable
 from .fixed_point import BITS, MOST_NS
-from .nodes import Drafted, Nodes
+from .nodes import DraftRecord, Nodes
 from .outlook import Outlook, Outlooks, Shape
 from .policy import Prices
 from .regime import UNIT, Q, Regime
@@ -115,7 +115,7 @@ class HarnessPolicy:
         self._num_verified = sum(map(len, self._chosen))
         return self._chosen
 
-    def drafted(self, draft: Drafted, prices: Prices) -> None:
+    def drafted(self, draft: DraftRecord, prices: Prices) -> None:
         """A tree was drafted and chosen on the device, by `device_policy` at these ``prices``."""
         self._prices, self._tokens, self._chosen = prices, draft.tokens, draft.chosen
         self._nodes = nodes = Nodes(draft.limits, self.book)

@@ -17,7 +17,7 @@ from .policy import Decision, Prices, survivals
 TAUGHT = 32  # sequences of a round that calibration learns from
 
 
-class Drafted(NamedTuple):
+class DraftRecord(NamedTuple):
     """What a device that decided alone tells afterwards, of the first `TAUGHT` sequences."""
 
     limits: Sequence[int]

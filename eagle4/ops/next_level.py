@@ -90,7 +90,11 @@ def choose_nodes(
     """bool ``[Z, B, P]``: the nodes that maximise net worth, at most ``max_nodes`` per sequence.
 
     Ties go to the earlier sequence, then to the earlier node; the smallest of equally good sets.
+    Raises `ValueError` for more than 2^20 nodes.
     """
+
+    if survival_ZBP[0].numel() > 1 << INDEX_BITS:
+        raise ValueError(f"{survival_ZBP[0].numel()} nodes of a batch; at most 2^{INDEX_BITS} fit")
 
     def fits() -> bool:
         _, batch, nodes = survival_ZBP.shape

@@ -20,12 +20,13 @@ from transformers import LogitsProcessorList
 
 from eagle4 import Eagle4ForCausalLM, SpeculativeConfig
 from eagle4.engine import graphs as graphs_module
-from eagle4.engine.canvas import Shape
+from eagle4.engine.canvas import TreeLimits
 from eagle4.engine.drafting import EagleDraft
 from eagle4.engine.graphs import EAGER, Graphs, num_compiled
 from eagle4.engine.home import fingerprint
 from eagle4.engine.on_device import DeviceDraft
 from eagle4.engine.reference import prefill, verify
+from eagle4.engine.sampler import Sampler
 from eagle4.engine.state import State
 from eagle4.engine.stats import SpeculationStats
 from eagle4.engine.warmup import warm_up
@@ -56,9 +57,9 @@ class Pair:
         ).eval()
         self.compiled = Graphs(compiled=True)
         self.config = SpeculativeConfig(max_depth=5)
-        shapes = [None, Shape.of(self.config, self.drafter)]
         for batch in (1, 2):
-            warm_up(self.compiled, self.adapter, self.drafter, batch, shapes)
+            for limits in (None, TreeLimits.of(self.config, self.drafter)):
+                warm_up(self.compiled, self.adapter, self.drafter, batch, limits)
         self.num_warm = num_compiled()
 
     @torch.no_grad()
@@ -89,8 +90,13 @@ class Pair:
         return draft(state, state.sequences, plan, limits, SpeculationStats())
 
     @torch.no_grad()
-    def decided(self, state: State, seed: int) -> tuple[Tree, SpeculationStats]:
+    def decided(
+        self, state: State, seed: int, samples: bool = False
+    ) -> tuple[Tree, SpeculationStats]:
         """A draft that the device decides on, at random prices."""
+        if samples:
+            keys = list(range(len(state.sequences)))
+            state.sampler = Sampler(keys, LogitsProcessorList())
         policy = Moody(self.config, seed)
         plan = policy.plan(Load(len(state.sequences), 20))
         limits = [policy.random.randint(1, 5) for _ in state.sequences]
@@ -150,7 +156,7 @@ def test_nothing_is_compiled_after_the_warm_up(pair):
                 state = pair.prefilled(lengths, source.randrange(1 << 30), pair.compiled)
                 pair.drafted(state, SpeculativeConfig(max_depth=3, top_k=top_k, harness=False))
                 state = pair.prefilled(lengths, source.randrange(1 << 30), pair.compiled)
-                pair.decided(state, source.randrange(1 << 30))
+                pair.decided(state, source.randrange(1 << 30), samples=top_k > 2)
             for _ in range(count):
                 pair.verified(state, random_tree(source, batch))
 
@@ -200,6 +206,34 @@ def test_compiled_drafts_equal_eager_drafts(pair):
                 assert torch.equal(a, b)
         keys = [state.draft_pool.layers[0][0] for state in states]
         torch.testing.assert_close(*keys, **TOLERANCE)
+
+
+@needs_compiler
+def test_the_smallest_trees_are_warmed_up_and_drafted():
+    """One level: there is nothing to expand. One child per node: every width is 1."""
+    target = tiny_llama(vocab=VOCAB, layers=2)
+    model = Eagle4ForCausalLM(target, small_drafter(target), compile="on")
+    inputs = prompt([6], vocab=VOCAB)
+    expected = model.generate(**inputs, do_sample=False, max_new_tokens=9, disable_compile=True)
+    drafter = model.drafter
+    assert drafter is not None
+    for limits in ({"max_depth": 1, "top_k": 2}, {"max_depth": 3, "top_k": 1}):
+        config = SpeculativeConfig(**limits)
+        draft = DeviceDraft(drafter, Moody(config, 0))
+        model._speculation = lambda *args, d=draft: (d.policy, d)  # type: ignore[method-assign]
+        before = num_compiled()
+        found = model.generate(**inputs, do_sample=False, max_new_tokens=9, speculative=config)
+        assert torch.equal(found, expected) and num_compiled() > before
+        assert not model.last_speculation.fallbacks
+
+
+def test_limits_have_functions_of_their_own():
+    """So that no configuration uses up another's graphs."""
+    graphs = Graphs(compiled=True)
+    small, large = (TreeLimits(depth, 2, 8, 1) for depth in (2, 5))
+    assert graphs.trees(small).level is not graphs.trees(large).level
+    assert graphs.trees(small) is graphs.trees(TreeLimits(2, 2, 8, 1))
+    assert EAGER.trees(small) == EAGER.trees(large)
 
 
 @needs_compiler
@@ -261,7 +295,8 @@ def test_disable_compile_and_modes_decide(monkeypatch):
         Eagle4ForCausalLM(target, small_drafter(target), compile="max")
 
 
-def test_what_cannot_be_compiled_runs_eagerly(monkeypatch, caplog):
+@pytest.mark.parametrize("name", ["InternalTorchDynamoError", "FailOnRecompileLimitHit"])
+def test_what_cannot_be_compiled_runs_eagerly(monkeypatch, caplog, name):
     """A compiler that fails costs one warning per function, never the request."""
     target = tiny_llama(vocab=VOCAB, layers=2)
     model = Eagle4ForCausalLM(target, small_drafter(target), compile="on")
@@ -272,7 +307,7 @@ def test_what_cannot_be_compiled_runs_eagerly(monkeypatch, caplog):
 
     def broken(function, **kwargs):
         def call(*args):
-            raise torch._dynamo.exc.InternalTorchDynamoError("no compiler here")
+            raise getattr(torch._dynamo.exc, name)("no compiler here")
 
         return call
 
@@ -283,6 +318,9 @@ def test_what_cannot_be_compiled_runs_eagerly(monkeypatch, caplog):
     warned = [r.getMessage() for r in caplog.records if "cannot be compiled" in r.getMessage()]
     assert len(warned) == 3 and all("no compiler here" in text for text in warned)
     assert not model.last_speculation.fallbacks
+    among_ranks = Graphs(compiled=True, falls_back=False)
+    with pytest.raises(getattr(torch._dynamo.exc, name)):
+        among_ranks.draft()
 
 
 def test_a_cost_table_belongs_to_compiled_or_eager_rounds(pair):

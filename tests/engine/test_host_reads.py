@@ -1,7 +1,8 @@
-"""Catches: a round that makes the host wait for the device where nobody said that it does (M3).
+"""Catches: a greedy round that makes the host wait for the device where nobody said that it does
+(M3); a copy of the ids on the CPU that falls behind.
 
-Every way in which Python looks into a tensor is watched while the engine generates. What it reads
-has a name in `SpeculationStats.host_reads`; the rest are questions about the ids' copy on the CPU.
+The ways in which Python looks into a tensor are watched during rounds. What is read has a name in
+`SpeculationStats.host_reads`; the rest are questions about the ids' copy on the CPU.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import torch
 from scripted import small_drafter
 
 from eagle4 import Eagle4ForCausalLM
+from eagle4.engine.call import CACHE_KEYWORD
 from eagle4.engine.graphs import Graphs
+from eagle4.engine.state import State
 from profiling.world import CPU, FREE_DRAFTER
 from tests.engine.compare import prompt, shared_target
 from tests.engine.test_harness import profile
 
-LOOKS = ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "nonzero")
+LOOKS = ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "nonzero", "numpy")
 # The ids' own copy on the CPU: stop rules, streaming, what was committed.
 ON_HOST = {"commit.py:_stops", "state.py:committed", "output.py:_token"}
 
@@ -89,3 +92,25 @@ def test_every_look_has_a_name(monkeypatch, tmp_path, lengths, costs):
     named = sum(stats.host_reads.values()) - len(lengths)
     assert watch.found.pop("stats.py:read") == named
     assert set(watch.found) <= ON_HOST
+
+
+@pytest.mark.parametrize("lengths", [[6], [7, 2, 5, 3]], ids=str)
+def test_the_copy_of_the_ids_keeps_up(monkeypatch, lengths):
+    """As on a device: two buffers, of which the engine writes both, also when they grow."""
+
+    def apart(self):
+        original(self)
+        self.host_ids_BT = self.ids_BT.clone()
+
+    original = State.grow
+    monkeypatch.setattr(State, "grow", apart)
+    model = Eagle4ForCausalLM(shared_target(), small_drafter(shared_target()))
+    inputs = prompt(lengths, extra=1)
+    kwargs = {"do_sample": False, "max_new_tokens": 90, "eos_token_id": 7}
+    out = model.generate(
+        **inputs, speculative={"harness": False}, return_dict_in_generate=True, **kwargs
+    )
+    state = out[CACHE_KEYWORD].state
+    assert state.host_ids_BT is not state.ids_BT
+    assert torch.equal(state.host_ids_BT, state.ids_BT)
+    assert torch.equal(out.sequences, model.target.generate(**inputs, **kwargs))

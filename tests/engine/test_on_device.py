@@ -70,7 +70,7 @@ class MoodyModel(ScriptedModel):
 
     wrap = staticmethod(lambda draft: draft)
 
-    def _speculation(self, config, request, graphs=None):
+    def _speculation(self, config, request, *pair):
         if config is None:
             return None, None
         assert self.drafter is not None
@@ -109,6 +109,16 @@ def judged(monkeypatch) -> list[policy.Decision]:
 
     monkeypatch.setattr(levels, "_decision", decide)
     return seen
+
+
+@pytest.mark.parametrize("limits", [{"max_depth": 1}, {"top_k": 16}, {"max_nodes": 2}], ids=str)
+def test_narrow_and_wide_limits(judged, limits):
+    """One level only; more children than the drafter has candidates; hardly a node to verify."""
+    target = shared_target()
+    model = MoodyModel(target, None, small_drafter(target, num_candidates=6))
+    inputs = prompt([7, 2, 5], extra=1)
+    stats = assert_identical(model, inputs, max_new_tokens=16, speculative=limits)
+    assert judged and stats.nodes_verified > 0
 
 
 @pytest.mark.parametrize("mode", ["auto", "tree", "chain"])
