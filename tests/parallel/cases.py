@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import random
 from typing import Any
+from unittest import mock
 
 import torch
 import zoo
@@ -12,6 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from eagle4 import Eagle4ForCausalLM
 from eagle4.engine import home
+from eagle4.engine.graphs import Graphs, num_compiled
 from eagle4.harness.acceptance import Experience
 from eagle4.harness.profile_file import write
 from eagle4.parallel import Ranks
@@ -20,7 +23,7 @@ from tests.engine.compare import prompt
 
 VOCAB = 24
 FAMILIES = ("llama", "qwen3", "qwen3_moe")
-MODES = ("tree", "chain", "auto", "plain")
+MODES = ("tree", "chain", "auto", "device", "plain")
 SIZES = {"max_depth": 3, "top_k": 3, "max_nodes": 8}
 PROMPTS = {1: [6], 4: [7, 2, 5, 3]}
 DECODING: dict[str, dict[str, Any]] = {
@@ -38,14 +41,17 @@ def build(family: str, **overrides: Any) -> Eagle4ForCausalLM:
 
 
 def speculation(model: Eagle4ForCausalLM, mode: str, folder: str = "/tmp") -> dict | None:
-    """``speculative=`` of a mode; ``auto`` asks the harness, with a cost table of a CPU."""
+    """``speculative=`` of a mode; ``auto`` asks the harness, with a cost table of a CPU.
+
+    ``device`` is ``auto`` with decisions in tensor code.
+    """
     if mode == "plain":
         return None
-    if mode != "auto":
+    if mode not in ("auto", "device"):
         return {"mode": mode, "harness": False, **SIZES}
     rank = 0 if model.ranks is None else model.ranks.rank
     path = f"{folder}/profile-{rank}.json"
-    here = home.fingerprint(model.adapter, model.drafter)
+    here = home.fingerprint(model.adapter, model.drafter, model.graphs())
     write(home.Path(path), CPU.table(fingerprint=here), Experience())
     return {"profile": path, **SIZES}
 
@@ -69,9 +75,35 @@ def everything(ranks: Ranks | None, folder: str, is_full: bool) -> dict[tuple, l
     found = {}
     for family, mode, batch, decoding in wanted(is_full):
         model = models[family]
-        out = answer(model, batch, speculation(model, mode, folder), **DECODING[decoding])
+        with mock.patch.object(Graphs, "decides_on", return_value=mode == "device"):
+            out = answer(model, batch, speculation(model, mode, folder), **DECODING[decoding])
+        assert (out.speculation.host_reads["width"] > 0) == (mode == "device")
         found[family, mode, batch, decoding] = out.sequences.tolist()
     return found
+
+
+def compiled(ranks: Ranks | None) -> dict[str, Any]:
+    """Rounds through compiled graphs: ids, rounds, and graphs that the warm-up did not make."""
+    pair = build("llama")
+    model = shared(Eagle4ForCausalLM(pair.target, pair.drafter, compile="on"), ranks)
+    ids, rounds, before = [], 0, 0
+    source = random.Random(0)
+    for turn in range(8):
+        inputs = prompt([source.randint(3, 20)], vocab=VOCAB, seed=turn)
+        speculative = speculation(model, "auto") if turn else None
+        out = model.generate(
+            **inputs,
+            max_new_tokens=24,
+            do_sample=False,
+            speculative=speculative,
+            return_dict_in_generate=True,
+        )
+        assert not out.speculation.fallbacks
+        ids.append(out.sequences.tolist())
+        rounds += out.speculation.rounds if turn > 1 else 0
+        before = num_compiled() if turn < 2 else before
+    breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+    return {"ids": ids, "rounds": rounds, "late": num_compiled() - before, "breaks": breaks}
 
 
 def others(ranks: Ranks | None) -> dict[str, Any]:

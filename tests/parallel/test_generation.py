@@ -16,9 +16,18 @@ FULL = pytest.param(True, marks=pytest.mark.slow)
 def test_tokens_are_those_of_one_process(size, is_full, tmp_path):
     """Every family, mode, batch and decoding; all combinations of them in the slow part."""
     alone = cases.everything(None, str(tmp_path), is_full)
-    assert len(alone) == (48 if is_full else 12)
+    assert len(alone) == (60 if is_full else 14)
     for found in run_world(size, cases.everything, str(tmp_path), is_full, limit_s=900.0):
         assert found == alone
+
+
+@pytest.mark.slow
+def test_compiled_rounds_among_ranks():
+    """The same graphs in every round: nothing is compiled late, nothing breaks, ids stay."""
+    alone = cases.compiled(None)
+    for found in run_world(2, cases.compiled, limit_s=900.0):
+        assert found["ids"] == alone["ids"] and found["rounds"] >= 50
+        assert found["late"] == found["breaks"] == 0
 
 
 @pytest.fixture(scope="module")
