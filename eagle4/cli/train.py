@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoConfig
 
+from .. import demo
 from ..config import Eagle4Config, structural_keys
 from ..drafter import Eagle4Drafter
 from ..drafter.export import export
-from .common import load_target
+from .common import DEMO, load_target
 from .data import FEATURES, RESPONSES
 
 if TYPE_CHECKING:
@@ -142,7 +143,9 @@ def convert(args: Namespace) -> int:
         "norm_output_means": args.norm_output_means,
     }
     if args.target is not None:
-        options["target_config"] = AutoConfig.from_pretrained(args.target)
+        is_demo = args.target == DEMO
+        config = demo.smollm2()[0].config if is_demo else AutoConfig.from_pretrained(args.target)
+        options["target_config"] = config
     drafter = Eagle4Drafter.from_pretrained(args.drafter, dtype=args.dtype, **options)
     own = drafter.config.own_embed_tokens and drafter.config.own_lm_head
     if args.layout != "eagle4" and not own:

@@ -56,6 +56,7 @@ class HarnessHome:
         self.ranks = ranks
         self._profile: Profile | None = None
         self._saved_rounds = 0
+        self._num_measured = 0
 
     def policy(
         self,
@@ -84,10 +85,20 @@ class HarnessHome:
         return HarnessPolicy(config, *self._profile)
 
     def settle(self, policy: HarnessPolicy) -> None:
-        """A call has ended: keep what it taught, now and then on disk."""
+        """A call has ended: keep what it taught, now and then on disk.
+
+        Costs that were measured in a disturbed moment could rule out speculation for good: where
+        the first rounds contradict them they are measured once more.
+        """
         policy.finish()
         profile = self._profile
         if profile is None or policy.table is not profile.table:
+            return
+        if self._num_measured == 1 and profile.table.is_off:
+            logger.info("the costs were measured in a disturbed moment; they are measured again")
+            self._profile = None
+            if self.ranks is None or self.ranks.is_first:
+                profile_path(profile.table.fingerprint).unlink(missing_ok=True)
             return
         if profile.experience.rounds - self._saved_rounds >= SAVE_ROUNDS:
             self._saved_rounds = profile.experience.rounds
@@ -107,6 +118,7 @@ class HarnessHome:
             return found
         logger.info("measuring the costs of this pair once (a few seconds)")
         table = measure_pair(target, drafter, COARSE, here, graphs)
+        self._num_measured += 1
         profile = self._agreed(lambda: Profile(table, Experience()))
         assert profile is not None
         self._save(profile)

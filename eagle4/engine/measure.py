@@ -14,6 +14,8 @@ from typing import NamedTuple
 from ..harness import CostTable
 from ..harness.surface import Surface
 
+LEAST = 3  # repetitions, so that one stall of the machine is no median
+
 Case = Callable[[], object]
 Cases = Mapping[tuple[str, int, int], Case]  # (kind, rows, context)
 
@@ -50,14 +52,14 @@ def interleaved(
     synchronize: Callable[[], None] = lambda: None,
     agree: Callable[[bool], bool] = bool,
 ) -> dict[tuple[str, int, int], list[int]]:
-    """Nanoseconds of every repetition of every case, at least one each.
+    """Nanoseconds of every repetition of every case, at least `LEAST` each.
 
     ``agree``: whether the time is up, as all ranks shall see it.
     """
     taken: dict[tuple[str, int, int], list[int]] = {key: [] for key in cases}
     begin = clock_ns()
     for repeat in range(repeats + 1):
-        if repeat > 1 and agree(clock_ns() - begin > 1e9 * budget_s):
+        if repeat > LEAST and agree(clock_ns() - begin > 1e9 * budget_s):
             break
         for key, case in cases.items():
             synchronize()

@@ -40,6 +40,7 @@ _LEAST = 5  # ratios before a factor moves
 _DEADBAND = 0.05  # factors closer to the old one than this are noise
 _SHAPE_RATE = 0.02  # how fast a grid point follows what remains after the factor
 _COMPARED = 5  # plain rounds between speculative ones that their ratio is the median of
+_OFF = 1.5  # a factor beyond this speaks against the measurement
 _OUTLIER = 2.0  # a ratio this far from the factor says nothing about the shape
 
 
@@ -165,6 +166,11 @@ class CostTable:
         if not self.frozen:
             self.surfaces = {kind: s.smoothed() for kind, s in self.surfaces.items()}
             self.version += 1
+
+    @property
+    def is_off(self) -> bool:
+        """What rounds take is far from what was measured: the measurement was disturbed."""
+        return not 1 / _OFF < self.factors["target"] < _OFF
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; factors are written for information and not read back."""

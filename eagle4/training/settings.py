@@ -65,7 +65,7 @@ class TrainConfig:
     eval_every: int = 100
     eval_runs: int = 24
     eval_depths: int = 8
-    decode_prompts: int = 4
+    decode_prompts: int = 16
     decode_tokens: int = 48
     checkpoint_every: int = 100
     max_skipped: int = 20

@@ -252,6 +252,23 @@ def test_costs_are_measured_once_and_found_again(tmp_path, monkeypatch):
     assert len(measured) == 2, "a broken file is measured again"
 
 
+def test_costs_from_a_disturbed_moment_are_measured_again_once(tmp_path, monkeypatch):
+    """Nonsense that rules out speculation must not stay, least of all on disk."""
+    monkeypatch.setenv("EAGLE4_PROFILES", str(tmp_path))
+    tables, stalled = [], LINEAR._replace(row_ns=1e9, few_row_ns=1e9)
+
+    def measured(target, drafter, grid, here, graphs):
+        tables.append(stalled.table(fingerprint=here))
+        return tables[-1]
+
+    monkeypatch.setattr(home, "measure_pair", measured)
+    model = model_of()
+    for count in (1, 2, 2):
+        assert_identical(model, prompt([4]), max_new_tokens=80)
+        assert len(tables) == count
+        assert tables[-1].is_off and len(list(tmp_path.iterdir())) == count - 1
+
+
 def test_without_the_harness_the_limits_are_the_shape():
     model = model_of()
     fixed = {"harness": False, "max_depth": 2, "top_k": 2, "max_nodes": 3}
