@@ -21,8 +21,7 @@ def paged_view(
 ) -> PagedView:
     """The view of rows packed in the order of ``windows``, padded to M rows per sequence."""
     device, most = query_position_BM.device, query_position_BM.shape[1]
-    pages = [table.pages[window.sequence] for window in windows]
-    longest = max(map(len, pages))
+    pages = table.padded([window.sequence for window in windows])
     widest = max(window.visible.shape[1] for window in windows)
     sees_BMW = torch.zeros(len(windows), most, widest, dtype=torch.bool, device=device)
     position_BW = torch.zeros(len(windows), widest, dtype=torch.int64, device=device)
@@ -32,7 +31,7 @@ def paged_view(
         sees_BMW[b, count:, :width] = window.visible[0]  # padding repeats the first row
         position_BW[b, :width] = window.position
     return PagedView(
-        torch.tensor([row + row[:1] * (longest - len(row)) for row in pages], device=device),
+        torch.tensor(pages, device=device),
         torch.tensor([window.prefix for window in windows], device=device),
         pack_bits(sees_BMW),
         query_position_BM,

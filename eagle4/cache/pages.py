@@ -82,6 +82,15 @@ class PageTable:
         """Slots of tokens ``start .. stop - 1``."""
         return [self.slot(sequence, index) for index in range(start, stop)]
 
+    def padded(self, sequences: list[int], most: int | None = None) -> list[list[int]]:
+        """The first ``most`` pages (None: all) of every sequence, as long as the longest list.
+
+        What pads a sequence is its own first page, which nobody looks at there.
+        """
+        rows = [self.pages[sequence][:most] for sequence in sequences]
+        longest = max(map(len, rows)) if most is None else most
+        return [row + row[:1] * (longest - len(row)) for row in rows]
+
     def run_start(self, sequence: int) -> int | None:
         """First slot when all pages of the sequence follow each other, else None."""
         owned = self.pages[sequence]

@@ -62,10 +62,7 @@ def make_scratch(
         length,
     )
     if has_kernels(device) if paged is None else paged:
-        pages = [table.pages[sequence] for sequence, _ in owners]
-        most = max(map(len, pages))
-        rows = [row + row[:1] * (most - len(row)) for row in pages]
-        page_BP = torch.tensor(rows, device=device)
+        page_BP = torch.tensor(table.padded([s for s, _ in owners]), device=device)
         return scratch._replace(page_BP=page_BP, page_size=table.page_size)
     spanned = [(sequence, first + entries) for sequence, first in owners]
     run, slot_BL = spans(table, spanned, length, device, gathers)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..ops import PagedView, fold_visible, has_kernels
+from ..ops import PagedView, fold_visible, has_kernels, page_slots
 from .layer import LayerStep, attend_layer, pad, unpad
 from .lineage import Lineage
 from .paged import paged_view
@@ -196,13 +196,9 @@ def spans(
     run = None if gathers and len(spanned) > 1 else _uniform_run(table, spanned, longest)
     if run is not None:
         return run, None
-    most = -(-longest // table.page_size)
-    pages = [table.pages[sequence][:most] for sequence, _ in spanned]
-    # Whatever pads a sequence is never seen.
-    rows = torch.tensor([row + row[:1] * (most - len(row)) for row in pages], device=device)
-    offset = torch.arange(table.page_size, device=device)
-    slot_BPO = rows.unsqueeze(-1) * table.page_size + offset
-    return None, slot_BPO.flatten(1)[:, :longest].contiguous()
+    pages = table.padded([sequence for sequence, _ in spanned], -(-longest // table.page_size))
+    slot_BL = page_slots(torch.tensor(pages, device=device), table.page_size)
+    return None, slot_BL[:, :longest].contiguous()
 
 
 def _uniform_run(

@@ -26,18 +26,24 @@ if TYPE_CHECKING:
 
 def train(args: Namespace) -> int:
     """Train (or resume) a drafter on what `eagle4 data` wrote."""
-    from ..training import TrainConfig, train_drafter
+    from ..training import FeatureStore, TrainConfig, train_drafter
+    from ..training.manifest import read_identity
+    from ..training.online import OnlineFeatures
     from ..training.settings import CandidateConfig
 
     given = {"steps": args.steps, "max_minutes": args.max_minutes, "seed": args.seed}
     config = _settings(TrainConfig, given, args.set, "--set")
     candidates = _settings(CandidateConfig, {}, args.candidate_set, "--candidate-set")
-    identity = _identity(args)
+    # Wrong folders are found out before the target loads.
+    folder = Path(args.data)
+    store = None if args.online else FeatureStore(folder / FEATURES)
+    identity = read_identity(folder) if store is None else store.manifest["target"]
     # The drafter borrows embedding and LM head; in fp32 the losses see what they are.
     args.dtype, args.device = "float32", _own_device(args.device)
     target, tokenizer, _ = load_target(args)
     drafter_config, init = _start(args, target, identity["tap_layers"])
-    store = _open_store(args, identity, target)
+    if store is None:
+        store = OnlineFeatures(folder / RESPONSES, identity, target)
     if args.sweep:
         return _sweep(args, target, init, store, config, candidates)
     if args.dry_run:
@@ -52,25 +58,6 @@ def train(args: Namespace) -> int:
     out = str(Path(args.out) / "drafter")
     print(json.dumps({"command": "train", "out": out, "metrics": metrics}))
     return 0
-
-
-def _identity(args: Namespace) -> dict[str, Any]:
-    """Whose features these are: cheap, and wrong folders are found out before the target loads."""
-    from ..training import FeatureStore
-    from ..training.manifest import read_identity
-
-    if args.online:
-        return read_identity(Path(args.data))
-    return FeatureStore(Path(args.data) / FEATURES).manifest["target"]
-
-
-def _open_store(args: Namespace, identity: dict[str, Any], target: Any) -> FeatureStore:
-    from ..training import FeatureStore
-    from ..training.online import OnlineFeatures
-
-    if args.online:
-        return OnlineFeatures(Path(args.data) / RESPONSES, identity, target)
-    return FeatureStore(Path(args.data) / FEATURES)
 
 
 def _settings(kind: Any, given: dict[str, Any], pairs: Sequence[str], option: str) -> Any:

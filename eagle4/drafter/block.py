@@ -74,23 +74,21 @@ class DraftAttention(nn.Module):
         self, hidden: torch.Tensor, rotary: Rotary
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rotated query and key, and value: ``[..., heads, D]``."""
-        query, key, value = (
-            small_linear(hidden, proj).unflatten(-1, (-1, self.head_dim))
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        projections = self.q_proj, self.k_proj, self.v_proj
+        query, key, value = (self._heads(hidden, projection) for projection in projections)
         if rotary is not None:
             query, key = apply_rotary_pos_emb(query, key, *rotary, unsqueeze_dim=-2)
         return query, key, value
 
     def keys(self, hidden: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotated key and value ``[..., heads, D]`` of rows that ask nothing."""
-        key, value = (
-            small_linear(hidden, proj).unflatten(-1, (-1, self.head_dim))
-            for proj in (self.k_proj, self.v_proj)
-        )
+        key, value = self._heads(hidden, self.k_proj), self._heads(hidden, self.v_proj)
         if rotary is not None:
             key = apply_rotary_pos_emb(key[..., :0, :], key, *rotary, unsqueeze_dim=-2)[1]
         return key, value
+
+    def _heads(self, hidden: torch.Tensor, projection: nn.Linear) -> torch.Tensor:
+        return small_linear(hidden, projection).unflatten(-1, (-1, self.head_dim))
 
 
 class DraftMLP(nn.Module):

@@ -65,9 +65,7 @@ def take(pool: Tree, chosen: list[list[int]]) -> Tree:
     wanted_BN = torch.zeros(pool.token_BN.shape, dtype=torch.bool)
     for b, nodes in enumerate(chosen):
         wanted_BN[b, nodes] = True
-    score_BN = pool.score_BN.masked_fill(~wanted_BN.to(pool.score_BN.device), float("-inf"))
-    unlimited_B = torch.full_like(pool.count_B, pool.depth_BN.shape[1])
-    return trees.prune(pool._replace(score_BN=score_BN), most, unlimited_B)
+    return trees.take(pool, wanted_BN.to(pool.score_BN.device), most)
 
 
 class Lap:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from ..config import SpeculativeConfig
 from ..drafter import Eagle4Drafter
 from ..harness.device_policy import DeviceBook, DevicePrices
+from ..harness.policy import Prices
 from ..types import Tree
 
 
@@ -42,6 +44,13 @@ class Terms(NamedTuple):
 
     order: torch.Tensor
     book: DeviceBook
+
+    @classmethod
+    def of(cls, limits: Sequence[int], max_depth: int, prices: Prices, book: DeviceBook) -> Terms:
+        """For sequences with these depth limits; no level is deeper than ``max_depth``."""
+        deepest = min(max(limits), max_depth)
+        order = [deepest, prices.token_ns, *limits, *prices.level_ns, *prices.verify_ns]
+        return cls(torch.tensor(order, device=book.knots_K.device), book)
 
     def limits(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Deepest useful depth of the round (0-d) and of every sequence."""

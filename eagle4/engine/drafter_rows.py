@@ -52,12 +52,9 @@ def propose(
 ) -> Candidates:
     """The likeliest children, ``depth`` behind the roots; sampling looks at the shared noise."""
     if state.sampler is None:
-        candidates = state.graphs.propose(drafter, head_RH, top_k)
-    else:
-        width = min(drafter.num_proposable, MAX_CANDIDATES)
-        candidates = state.graphs.propose(drafter, head_RH, width)
-        candidates = state.sampler.rank(candidates, sequences, depth, top_k)
-    return candidates
+        return state.graphs.propose(drafter, head_RH, top_k)
+    candidates = state.graphs.propose(drafter, head_RH, min(drafter.num_proposable, MAX_CANDIDATES))
+    return state.sampler.rank(candidates, sequences, depth, top_k)
 
 
 def check_finite(candidates: Candidates) -> Candidates:

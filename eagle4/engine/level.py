@@ -12,6 +12,8 @@ these functions; run as they are, they are the specification of their compiled f
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from .. import tree as trees
@@ -65,21 +67,17 @@ def level(
     width: int,
 ) -> tuple[Canvas, torch.Tensor]:
     """Expand the best ``width`` nodes of the frontier; ``pools``: the drafter's K and V."""
-    rows = expanded(canvas, scratch, width)
-    step = layer_step(drafter, pools, scratch, rows)
-    out = draft(drafter, *inputs(canvas, width), rows.position_BM.flatten(), step)
+    canvas, rows, out = expand(draft, drafter, canvas, pools, scratch, width)
     candidates = drafter.propose(out.head_RH, limits.top_k)
     return extend(canvas, rows, out, candidates, terms, limits)
 
 
 def finish(canvas: Canvas, terms: Terms, limits: TreeLimits) -> Finished:
     """The nodes worth verifying over the whole batch, depth-first."""
-    pool, survival_BP = canvas.pool, canvas.survival_BP
+    survival_BP = canvas.survival_BP
     prices = terms.prices(len(survival_BP), limits.top_k)
     chosen_BP = device_policy.choose(survival_BP[None], limits.max_nodes, prices)[0]
-    score_BP = pool.score_BN.masked_fill(~chosen_BP, float("-inf"))
-    unlimited_B = torch.full_like(pool.count_B, limits.max_depth)
-    tree = trees.prune(pool._replace(score_BN=score_BP), limits.max_nodes, unlimited_B)
+    tree = trees.take(canvas.pool, chosen_BP, limits.max_nodes)
     return Finished(tree, chosen_BP, (survival_BP * chosen_BP).sum())
 
 
@@ -107,34 +105,34 @@ def start(
     return canvas, _decision(canvas, candidates, terms, limits)
 
 
-def expanded(canvas: Canvas, scratch: Scratch, width: int) -> Expanded:
-    """The next level's rows as attention sees them."""
+def expand(
+    run: Callable[..., DraftOutput],
+    drafter: Eagle4Drafter,
+    canvas: Canvas,
+    pools: tuple[torch.Tensor, torch.Tensor],
+    scratch: Scratch,
+    width: int,
+) -> tuple[Canvas, Expanded, DraftOutput]:
+    """The drafter (``run``: `draft`, compiled or not) on the best ``width`` frontier nodes.
+
+    Returns the canvas with these rows noted, the rows as attention saw them, and what came out.
+    """
     index_M = torch.arange(width, device=canvas.num_rows.device)
     place_W = torch.arange(canvas.depth_W.shape[0], device=index_M.device) - canvas.num_rows
     itself_MW = place_W == index_M.unsqueeze(1)
+    depth_W = torch.where((place_W >= 0) & (place_W < width), canvas.depth, canvas.depth_W)
     # A row's position is that of its token's features: one before the token's own.
     behind_B1 = scratch.prefix_B.unsqueeze(1) - 1
     position_BM = (behind_B1 + canvas.depth).repeat(1, width)
     sees_BMW = _first(canvas.sees_BKW, width) | itself_MW
-    return Expanded(canvas.num_rows, sees_BMW, position_BM, behind_B1 + _depths(canvas, width))
-
-
-def layer_step(
-    drafter: Eagle4Drafter,
-    pools: tuple[torch.Tensor, torch.Tensor],
-    scratch: Scratch,
-    rows: Expanded,
-) -> LayerStep:
-    """The drafter's layer on a level's rows."""
+    rows = Expanded(canvas.num_rows, sees_BMW, position_BM, behind_B1 + depth_W)
     heads, heads_kv = drafter.num_heads
     window = drafter.config.sliding_window
-    return scratch_layer(scratch, *pools, rows, heads // heads_kv, window)
-
-
-def inputs(canvas: Canvas, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Recurrent states and tokens of a level's packed rows."""
+    step = scratch_layer(scratch, *pools, rows, heads // heads_kv, window)
     token_BM = canvas.pool.token_BN.gather(1, _first(canvas.node_BK, width))
-    return _first(canvas.state_BKH, width).flatten(0, 1), token_BM.flatten()
+    hidden_RH = _first(canvas.state_BKH, width).flatten(0, 1)
+    out = run(drafter, hidden_RH, token_BM.flatten(), position_BM.flatten(), step)
+    return canvas._replace(depth_W=depth_W, num_rows=canvas.num_rows + width), rows, out
 
 
 def extend(
@@ -158,20 +156,11 @@ def extend(
         node_BK=first_B1 + best_BK,
         state_BKH=state_BMH.gather(1, from_BK1.expand(-1, -1, state_BMH.shape[-1])),
         sees_BKW=rows.sees_BMW.gather(1, from_BK1.expand(-1, -1, rows.sees_BMW.shape[-1])),
-        depth_W=_depths(canvas, width),
-        num_rows=canvas.num_rows + width,
         depth=canvas.depth + 1,
     )
     parent_survival_BM = canvas.survival_BP.gather(1, parent_BM)
     grown = _valued(grown, parent_survival_BM, candidates, terms, first_B1)
     return grown, _decision(grown, candidates, terms, limits)
-
-
-def _depths(canvas: Canvas, width: int) -> torch.Tensor:
-    """Depths of the drafted rows with those of the level that is being expanded."""
-    place_W = torch.arange(canvas.depth_W.shape[0], device=canvas.depth_W.device) - canvas.num_rows
-    is_new_W = (place_W >= 0) & (place_W < width)
-    return torch.where(is_new_W, canvas.depth, canvas.depth_W)
 
 
 def _first(columns: torch.Tensor, width: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from ..harness import HarnessPolicy, Policy
 from ..harness.acceptance import Book
 from ..harness.device_policy import DeviceBook, device_book
 from ..harness.nodes import TAUGHT, DraftRecord
-from ..harness.policy import Decision, Prices
+from ..harness.policy import Decision
 from ..types import Plan, Tree
 from . import level as levels
 from .adaptive import Lap
@@ -51,16 +51,17 @@ class DeviceDraft(EagleDraft):
         pending = sum(sequence.num_pending for sequence in sequences)
         limits = self.limits
         prices = policy.price(limits.top_k)
-        terms = self._terms(depth_limit, prices, state.device)
-        state.reserve_scratch(sequences, limits.top_k + limits.entries)
+        book = self._device_book(state.device)
+        terms = Terms.of(depth_limit, limits.max_depth, prices, book)
+        state.reserve_scratch(sequences, limits.entries)
         root = catch_up(state, sequences, self.drafter, stats)
-        canvas, decision = self._open(state, sequences, root, terms, limits)
+        canvas, decision = self._open(state, sequences, root, terms)
         decisions = [_decided(stats, decision)]
         policy.timed("root", pending, lap.ns())
-        scratch = scratch_of(state, sequences, limits)
+        place = draft_pools(state, self.drafter), scratch_of(state, sequences, limits)
         while width := decisions[-1].width:
-            setting = scratch, terms, limits, width
-            canvas, decision = self._level(state, sequences, canvas, *setting, len(decisions))
+            depth = len(decisions) + 1
+            canvas, decision = self._level(state, sequences, canvas, *place, terms, width, depth)
             stats.draft_calls += 1
             decisions.append(_decided(stats, decision))
             policy.timed("level", batch * width, lap.ns())
@@ -70,22 +71,17 @@ class DeviceDraft(EagleDraft):
         policy.timed("finish", batch, lap.ns())
         return finished.tree
 
-    def _terms(self, limits: list[int], prices: Prices, device: torch.device) -> Terms:
-        deepest = min(max(limits), self.policy.config.max_depth)
-        order = [deepest, prices.token_ns, *limits, *prices.level_ns, *prices.verify_ns]
+    def _device_book(self, device: torch.device) -> DeviceBook:
+        """The policy's book there, copied when it is a new one."""
         book = self.policy.book
         if self._book is None or self._book[0] is not book:
             self._book = book, device_book(book, device)
-        return Terms(torch.tensor(order, device=device), self._book[1])
+        return self._book[1]
 
     def _open(
-        self,
-        state: State,
-        sequences: list[Sequence],
-        root: DraftOutput,
-        terms: Terms,
-        limits: TreeLimits,
+        self, state: State, sequences: list[Sequence], root: DraftOutput, terms: Terms
     ) -> Opened:
+        limits = self.limits
         if state.sampler is None:
             return state.graphs.trees(limits).open_tree(self.drafter, root, terms, limits)
         candidates = propose(state, sequences, self.drafter, root.head_RH, 1, limits.top_k)
@@ -96,22 +92,20 @@ class DeviceDraft(EagleDraft):
         state: State,
         sequences: list[Sequence],
         canvas: Canvas,
+        pools: tuple[torch.Tensor, torch.Tensor],
         scratch: Scratch,
         terms: Terms,
-        limits: TreeLimits,
         width: int,
         depth: int,
     ) -> Opened:
-        """One level; with shared noise the candidates are ranked between its parts."""
-        drafter, pools = self.drafter, draft_pools(state, self.drafter)
+        """Level ``depth``; with shared noise the candidates are ranked between its parts."""
+        limits, drafter, graphs = self.limits, self.drafter, state.graphs
         if state.sampler is None:
-            run = state.graphs.trees(limits).level
+            run = graphs.trees(limits).level
             return run(drafter, canvas, pools, scratch, terms, limits, width)
-        rows = levels.expanded(canvas, scratch, width)
-        step = levels.layer_step(drafter, pools, scratch, rows)
-        position_R = rows.position_BM.flatten()
-        out = state.graphs.draft(drafter, *levels.inputs(canvas, width), position_R, step)
-        candidates = propose(state, sequences, drafter, out.head_RH, depth + 1, limits.top_k)
+        place = pools, scratch, width
+        canvas, rows, out = levels.expand(graphs.draft, drafter, canvas, *place)
+        candidates = propose(state, sequences, drafter, out.head_RH, depth, limits.top_k)
         return levels.extend(canvas, rows, out, candidates, terms, limits)
 
 

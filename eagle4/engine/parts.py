@@ -14,7 +14,8 @@ from .. import tree as trees
 from ..cache import Scratch
 from ..drafter import DraftOutput, Eagle4Drafter
 from ..harness.acceptance import Experience
-from ..harness.device_policy import device_book
+from ..harness.device_policy import DeviceBook, device_book
+from ..harness.policy import Prices
 from ..target import TargetAdapter
 from ..types import Candidates, Tree
 from .adaptive import _probabilities, take
@@ -52,12 +53,10 @@ class Stage:
         self.state = State(ids, [0] * batch, 0, graphs=graphs)
         self.context = context
         for sequence in self.state.sequences:
-            room = 640 if limits is None else max(640, limits.entries + limits.top_k)
+            room = 640 if limits is None else max(640, limits.entries)
             self.state.reserve(sequence, context + room)
             sequence.kv_length = sequence.draft_length = context
-        self.decides = limits is not None and graphs.decides_on(target.device)
-        if limits is not None:
-            self.limits = limits
+        self.limits = limits if graphs.decides_on(target.device) else None
 
     def verify(self, nodes: int) -> None:
         """Root and a chain of ``nodes`` per sequence through the target, to the verdict."""
@@ -78,9 +77,9 @@ class Stage:
             zeros = torch.zeros(rows, taps, width, device=state.device, dtype=drafter.dtype)
             sequence.pending = [zeros]
         root = catch_up(state, sequences, drafter, SpeculationStats())
-        if self.decides:
-            terms = self._terms(num_sequences)
-            state.graphs.trees(self.limits).open_tree(drafter, root, terms, self.limits)[1].tolist()
+        if (limits := self.limits) is not None:
+            terms = self._terms(limits, num_sequences)
+            state.graphs.trees(limits).open_tree(drafter, root, terms, limits)[1].tolist()
             return
         width = min(4, drafter.num_proposable)
         _probabilities(propose(state, sequences, drafter, root.head_RH, 1, width), num_sequences)
@@ -89,10 +88,10 @@ class Stage:
         """One more drafter level of ``width`` nodes per sequence."""
         state, drafter = self.state, self.drafter
         batch = len(state.sequences)
-        if self.decides:
+        if (limits := self.limits) is not None:
             canvas, scratch, terms = self._canvas
-            setting = draft_pools(state, drafter), scratch, terms, self.limits, width
-            state.graphs.trees(self.limits).level(drafter, canvas, *setting)[1].tolist()
+            setting = draft_pools(state, drafter), scratch, terms, limits, width
+            state.graphs.trees(limits).level(drafter, canvas, *setting)[1].tolist()
             return
         growth = trees.start(self._children(width), 2, width)
         level = root_level(self._root, width)
@@ -103,10 +102,10 @@ class Stage:
     def finish(self) -> None:
         """Choosing and pruning."""
         state, batch = self.state, len(self.state.sequences)
-        if self.decides:
+        if (limits := self.limits) is not None:
             canvas, _, terms = self._canvas
-            run = state.graphs.trees(self.limits).finish
-            run(canvas, terms, self.limits).tree.token_BN.tolist()
+            finished = state.graphs.trees(limits).finish(canvas, terms, limits)
+            finished.tree.token_BN.tolist()
         else:
             take(chain(batch, 16, state.device), [list(range(8))] * batch)
 
@@ -117,24 +116,27 @@ class Stage:
         return DraftOutput(zeros, zeros)
 
     def _children(self, width: int) -> Candidates:
-        ones = torch.ones(len(self.state.sequences), width, dtype=torch.int64)
-        ones = ones.to(self.state.device)
+        shape = len(self.state.sequences), width
+        ones = torch.ones(shape, dtype=torch.int64, device=self.state.device)
         return Candidates(ones, -ones.float())
 
     @cached_property
     def _canvas(self) -> tuple[Canvas, Scratch, Terms]:
         state, limits = self.state, self.limits
-        terms = self._terms(len(state.sequences))
+        assert limits is not None
+        terms = self._terms(limits, len(state.sequences))
         canvas, _ = start(self._root, self._children(limits.top_k), terms, limits)
         return canvas, scratch_of(state, state.sequences, limits), terms
 
-    def _terms(self, batch: int) -> Terms:
+    @cached_property
+    def _book(self) -> DeviceBook:
+        return device_book(Experience().book(), self.state.device)
+
+    def _terms(self, limits: TreeLimits, batch: int) -> Terms:
         """A token is worth a second and everything else is free."""
-        limits, device = self.limits, self.state.device
-        free = [0] * (limits.top_k + 1 + batch * limits.max_nodes + 1)
-        order = [limits.max_depth, 10**9, *[limits.max_depth] * batch, *free]
-        book = device_book(Experience().book(), device)
-        return Terms(torch.tensor(order, device=device), book)
+        free = [0] * (batch * limits.max_nodes + 1), [0] * (limits.top_k + 1)
+        prices = Prices(10**9, *free, limits.max_nodes)
+        return Terms.of([limits.max_depth] * batch, limits.max_depth, prices, self._book)
 
 
 def make_cases(

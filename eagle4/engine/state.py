@@ -94,7 +94,8 @@ class State:
         if column == self.ids_BT.shape[1]:
             self.grow()
         self.ids_BT[sequence.index, column] = token
-        self.host_ids_BT[sequence.index, column] = token
+        if self.host_ids_BT is not self.ids_BT:
+            self.host_ids_BT[sequence.index, column] = token
         sequence.length += 1
         sequence.new_tokens += 1
 

@@ -24,9 +24,8 @@ from .parts import Stage
 
 logger = logging.getLogger("eagle4")
 
-Part = (
-    str | TreeLimits
-)  # "target", "drafter" (drafts that the host leads), or what the device decides
+# The target; drafts that the host leads ("drafter"); or drafts that the device decides on.
+Part = str | TreeLimits
 
 _PRIMES = (11, 13, 17, 19, 23, 29, 31, 37)
 

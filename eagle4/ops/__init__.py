@@ -18,7 +18,7 @@ from .input_stage import normed_linear
 from .move_rows import move_rows, row_addresses
 from .next_level import best_offer, choose_nodes
 from .packing import PackedLinears
-from .paged_attention import PagedView, paged_attention, window_visible
+from .paged_attention import PagedView, page_slots, paged_attention, window_visible
 from .precision import has_fast_bf16
 from .prune import prune
 from .rank_sum import rank_sum
@@ -41,4 +41,4 @@ __all__ += [
     "unpack_bits",
 ]
 __all__ += ["TreePaths", "advance_gdn_", "chain_conv", "conv_sources", "divergence"]
-__all__ += ["tree_conv", "tree_gdn", "window_visible"]
+__all__ += ["tree_conv", "tree_gdn", "page_slots", "window_visible"]

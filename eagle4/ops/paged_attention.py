@@ -63,16 +63,16 @@ def paged_attention(
             sliding_window=sliding_window,
             **options,
         )
-    slot_BL = _slots(view, page_size)
+    slot_BL = page_slots(view.page_BP, page_size)
     visible_BML = _visible(view, slot_BL.shape[1], sliding_window)
     # Beyond the table's end there is nothing, and nothing is seen.
     return tree_attention(query_BMHD, key_SHD[slot_BL], value_SHD[slot_BL], visible_BML, **options)
 
 
-def _slots(view: PagedView, page_size: int) -> torch.Tensor:
-    """Slots ``[B, L]`` of every entry that the page table covers."""
-    offset = torch.arange(page_size, device=view.page_BP.device)
-    return (view.page_BP.unsqueeze(-1) * page_size + offset).flatten(1)
+def page_slots(page_BP: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Slots ``[B, L]`` of every entry that the pages cover."""
+    offset = torch.arange(page_size, device=page_BP.device)
+    return (page_BP.unsqueeze(-1) * page_size + offset).flatten(1)
 
 
 def _visible(view: PagedView, length: int, sliding_window: int | None) -> torch.Tensor:

@@ -6,8 +6,17 @@ Always: a child's score never exceeds its parent's, so the best n nodes are clos
 """
 
 from ..ops import ancestor_matrix, prune
-from .grow import Growth, extend, is_saturated, narrow, start
+from .grow import Growth, extend, is_saturated, narrow, start, take
 from .template import Template, best_template, keep_slots
 
-__all__ = ["Growth", "ancestor_matrix", "extend", "is_saturated", "narrow", "prune", "start"]
+__all__ = [
+    "Growth",
+    "ancestor_matrix",
+    "extend",
+    "is_saturated",
+    "narrow",
+    "prune",
+    "start",
+    "take",
+]
 __all__ += ["Template", "best_template", "keep_slots"]

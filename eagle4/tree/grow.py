@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..ops import grow_level
+from ..ops import grow_level, prune
 from ..types import Candidates, Tree
 
 
@@ -65,6 +65,13 @@ def extend(growth: Growth, candidates: Candidates, top_k: int) -> Growth:
     best_BK = grow_level(pool, frontier_BK, candidates, top_k)
     grown = pool._replace(count_B=pool.count_B + children)
     return Growth(grown, first + best_BK, depth + 1, first)
+
+
+def take(pool: Tree, chosen_BN: torch.Tensor, most: int) -> Tree:
+    """The chosen nodes of every sequence (closed under ancestors, at most ``most``) as a tree."""
+    score_BN = pool.score_BN.masked_fill(~chosen_BN, float("-inf"))
+    unlimited_B = torch.full_like(pool.count_B, pool.depth_BN.shape[1])
+    return prune(pool._replace(score_BN=score_BN), most, unlimited_B)
 
 
 def is_saturated(growth: Growth, max_nodes: int) -> torch.Tensor:

@@ -10,13 +10,8 @@ import torch
 from eagle4.drafter.model import Eagle4Drafter
 from eagle4.training.judge import EngineDecode, held_out_prompts
 from eagle4.training.trainer import Trainer
-from tests.training.small import VOCAB, tiny_drafter, tiny_store, tiny_target
+from tests.training.small import VOCAB, tiny_drafter, tiny_store
 from tests.training.test_trainer import QUICK
-
-
-@pytest.fixture(scope="module")
-def target():
-    return tiny_target()
 
 
 @pytest.fixture(scope="module")

@@ -13,20 +13,10 @@ from eagle4.training.runs import assemble
 from eagle4.training.settings import CandidateConfig
 from eagle4.training.trainer import Trainer
 from eagle4.training.ttt import unroll
-from tests.training.small import tiny_drafter, tiny_store, tiny_target
+from tests.training.small import tiny_drafter
 from tests.training.test_trainer import QUICK
 
 CONFIG = dataclasses.replace(QUICK, lora_rank=2, optimizer="adamw")
-
-
-@pytest.fixture(scope="module")
-def target():
-    return tiny_target()
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory, target):
-    return tiny_store(tmp_path_factory.mktemp("store"), target)
 
 
 def trainer_of(target, store, folder, **settings):

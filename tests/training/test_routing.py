@@ -8,20 +8,10 @@ import torch
 
 from eagle4.training.routing import auxiliary_loss, routers
 from eagle4.training.trainer import Trainer
-from tests.training.small import tiny_drafter, tiny_store, tiny_target
+from tests.training.small import tiny_drafter
 from tests.training.test_trainer import QUICK
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-
-
-@pytest.fixture(scope="module")
-def target():
-    return tiny_target()
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory, target):
-    return tiny_store(tmp_path_factory.mktemp("store"), target)
 
 
 def test_load_covers_all_depths_and_parts(tmp_path, target, store, monkeypatch):

@@ -13,7 +13,7 @@ from eagle4.training.features import FeatureStore
 from eagle4.training.metrics import Tally
 from eagle4.training.runs import Position, RunSampler, split_held_out, supervised_segments
 from eagle4.training.trainer import TrainConfig, Trainer
-from tests.training.small import tiny_drafter, tiny_store, tiny_target
+from tests.training.small import tiny_drafter, tiny_store
 
 QUICK = TrainConfig(
     steps=6,
@@ -30,16 +30,6 @@ QUICK = TrainConfig(
     lr=5e-3,
     precision="float32",
 )
-
-
-@pytest.fixture(scope="module")
-def target():
-    return tiny_target()
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory, target):
-    return tiny_store(tmp_path_factory.mktemp("store"), target)
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])

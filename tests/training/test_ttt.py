@@ -48,11 +48,6 @@ def serve_one(drafter, sequence, slot: int, num_depths: int) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def target():
-    return tiny_target()
-
-
-@pytest.fixture(scope="module")
 def store(tmp_path_factory, target):
     return tiny_store(tmp_path_factory.mktemp("store"), target, num_sequences=4)
 

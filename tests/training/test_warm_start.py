@@ -18,16 +18,11 @@ from eagle4.training.warm_start import (
     narrow_projections,
     warm_start,
 )
-from tests.training.small import HIDDEN, VOCAB, tiny_drafter, tiny_store, tiny_target
+from tests.training.small import HIDDEN, VOCAB, tiny_drafter, tiny_store
 from tests.training.test_heads import reduced_drafter
 from tests.training.test_trainer import QUICK
 
 EAGLE3 = {"eh_proj": False, "norm_output": False, "fc_norm": False}
-
-
-@pytest.fixture(scope="module")
-def target():
-    return tiny_target()
 
 
 @pytest.fixture(scope="module")
