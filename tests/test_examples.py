@@ -12,6 +12,7 @@ import torch
 
 from eagle4 import Eagle4Config, Eagle4Drafter, demo
 from eagle4.drafter.pairing import tokenizer_fingerprint
+from eagle4.training.dialects import read_files
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -69,3 +70,13 @@ def test_train_drafter_goes_from_nothing_to_a_comparison(example, tmp_path):
     out = example("train_drafter.py", *words)
     assert "this run: accept length" in out and "the shipped drafter: accept length" in out
     assert (tmp_path / "runs/x/drafter/model.safetensors").is_file()
+
+
+def test_the_standard_library_gives_prompts_that_data_reads(example, tmp_path):
+    out = example("recipes/stdlib_prompts.py", "--limit", "40")
+    assert out == example("recipes/stdlib_prompts.py", "--limit", "40")
+    (tmp_path / "stdlib.jsonl").write_text(out)
+    rows = list(read_files([tmp_path / "stdlib.jsonl"]))
+    asked = [content.question().messages[-1]["content"] for _, _, content in rows]
+    assert len(set(asked)) == 40
+    assert 5 < sum("\n\ndef " in prompt for prompt in asked) < 35

@@ -35,6 +35,8 @@ def data(args: Namespace) -> int:
     taps = args.tap_layers or Eagle4Config.for_target(target.config).tap_layers
     identity = target_identity(target.config, taps, tokenizer_fingerprint(tokenizer))
     settings = {"max_new_tokens": args.max_new_tokens, "temperatures": args.temperatures}
+    if args.max_repeated:
+        settings["max_repeated"] = args.max_repeated
     check_made_by(folder, made_by(target, identity, template_fingerprint(tokenizer), settings))
     _answer(args, target, tokenizer, folder, ends)
     statistics = add_statistics(folder, folder / RESPONSES, ends)
@@ -71,6 +73,7 @@ def _answer(args: Namespace, target: Any, tokenizer: Any, folder: Path, ends: li
         temperatures=args.temperatures,
         num_rows=args.batch_size,
         seed=args.seed,
+        max_repeated=args.max_repeated,
         deadline=None if limit is None else began + 60 * limit,
     )
 

@@ -84,6 +84,14 @@ def _answering(parser) -> None:
         metavar="T",
         help="every answer's temperature is drawn from these; 0 is greedy (default: 0 0 0 0.8)",
     )
+    parser.add_argument(
+        "--max-repeated",
+        type=int,
+        default=32,
+        metavar="N",
+        help="end an answer that has only repeated itself for N tokens: loops are easy to draft and "
+        "teach little (0: never; default: 32)",
+    )
     parser.add_argument("--batch-size", type=int, default=96, metavar="N", help="answers at a time")
     parser.add_argument(
         "--max-minutes",

@@ -20,12 +20,13 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from ..cache import AttentionStep, KVPool, Window
-from ..cache.lineage import Lineage
+from ..cache import KVPool
 from ..noise import Purpose, gumbel, position_key, stream_key
 from ..sampling import draft_law
 from ..target import TargetAdapter
 from ..types import Candidates
+from .repetition import Repetition
+from .row_steps import prompt_step, token_step
 
 PREFILL_ROWS = 512  # prompt tokens of one prefill forward, at least one prompt
 
@@ -39,13 +40,17 @@ class Sampling(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A prompt to be answered with at most ``max_new_tokens`` tokens."""
+    """A prompt to be answered with at most ``max_new_tokens`` tokens.
+
+    The answer also ends after ``max_repeated`` tokens of `Repetition` (0: never).
+    """
 
     id: str
     ids: list[int]
     max_new_tokens: int
     sampling: Sampling = Sampling()
     seed: int = 0
+    max_repeated: int = 0
 
 
 @dataclass
@@ -53,6 +58,13 @@ class _Row:
     job: Job
     kv_length: int = 0
     answer: list[int] = field(default_factory=list)
+    repetition: Repetition = field(default_factory=Repetition)
+
+    def add(self, token: int) -> bool:
+        """Append a token; whether the answer ends with it, but for the ids that end any answer."""
+        self.answer.append(token)
+        repeated, limit = self.repetition.add(token), self.job.max_repeated
+        return len(self.answer) == self.job.max_new_tokens or 0 < limit <= repeated
 
     @property
     def key(self) -> int:
@@ -125,7 +137,7 @@ class _Batch:
         lengths = [len(row.job.ids) for row in placed.values()]
         device = self.target.device
         token_R = torch.tensor([t for row in placed.values() for t in row.job.ids], device=device)
-        step = _prompt_step(list(placed), lengths, self.capacity, device)
+        step = prompt_step(list(placed), lengths, self.capacity, device)
         keep = torch.tensor(lengths, device=device).cumsum(0) - 1
         out = self.target.forward(token_R, step, self.pool, keep)
         for row, length in zip(placed.values(), lengths, strict=True):
@@ -141,7 +153,7 @@ class _Batch:
         rows = {place: self.rows[place] for place in places}
         token_R = torch.tensor([row.answer[-1] for row in rows.values()], device=device)
         kv_length_B = torch.tensor([row.kv_length for row in rows.values()], device=device)
-        step = _token_step(places, kv_length_B, self.num_rows, self.capacity)
+        step = token_step(places, kv_length_B, self.num_rows, self.capacity)
         out = self.target.forward(token_R, step, self.pool)
         for place, row in rows.items():
             if self.pool.recurrent is not None:
@@ -154,8 +166,7 @@ class _Batch:
     ) -> Iterator[tuple[Job, list[int]]]:
         for place, token in zip(rows, draw(list(rows.values()), logits_RV), strict=True):
             row = rows[place]
-            row.answer.append(token)
-            if token in self.ends or len(row.answer) == row.job.max_new_tokens:
+            if row.add(token) or token in self.ends:
                 del self.rows[place]
                 self.free.append(place)
                 yield row.job, row.answer
@@ -184,67 +195,3 @@ def _warpers(sampling: Sampling) -> LogitsProcessorList:
     if sampling.top_p < 1.0:
         warpers.append(hf.TopPLogitsWarper(sampling.top_p))
     return warpers
-
-
-def _token_step(
-    places: list[int], kv_length_B: torch.Tensor, num_rows: int, capacity: int
-) -> AttentionStep:
-    """One new row per place; a view of the pool while every place is taken, else a gather."""
-    device, batch = kv_length_B.device, len(places)
-    longest = int(kv_length_B.max()) + 1
-    first_B1 = torch.tensor(places, device=device)[:, None] * capacity
-    index_L = torch.arange(longest, device=device)
-    is_full = batch == num_rows
-    return AttentionStep(
-        slot_R=first_B1[:, 0] + kv_length_B,
-        position_R=kv_length_B,
-        pad_BM=torch.arange(batch, device=device)[:, None],
-        unpad_R=torch.arange(batch, device=device),
-        visible_BML=(index_L <= kv_length_B[:, None])[:, None],
-        query_position_BM=kv_length_B[:, None],
-        key_position_BL=index_L.expand(batch, -1),
-        run=(0, capacity) if is_full else None,
-        slot_BL=None if is_full else first_B1 + index_L,
-        lineage=_lineage(places, kv_length_B.tolist(), [1] * batch, device, is_prompt=False),
-    )
-
-
-def _prompt_step(
-    places: list[int], lengths: list[int], capacity: int, device: torch.device
-) -> AttentionStep:
-    """All tokens of new prompts, which nothing precedes."""
-    batch, most = len(places), max(lengths)
-    index_M = torch.arange(most, device=device)
-    length_B1 = torch.tensor(lengths, device=device)[:, None]
-    is_real_BM = index_M < length_B1
-    slot_BM = torch.tensor(places, device=device)[:, None] * capacity + index_M
-    position_BM = index_M.expand(batch, -1)
-    start_B1 = length_B1.cumsum(0) - length_B1
-    return AttentionStep(
-        slot_R=slot_BM[is_real_BM],
-        position_R=position_BM[is_real_BM],
-        pad_BM=start_B1 + torch.minimum(index_M, length_B1 - 1),
-        unpad_R=is_real_BM.flatten().nonzero()[:, 0],
-        visible_BML=(index_M <= index_M[:, None]).expand(batch, -1, -1),
-        query_position_BM=position_BM,
-        key_position_BL=position_BM,
-        run=None,
-        slot_BL=slot_BM,
-        lineage=_lineage(places, [0] * batch, lengths, device, is_prompt=True),
-    )
-
-
-def _lineage(
-    places: list[int],
-    prefixes: list[int],
-    counts: list[int],
-    device: torch.device,
-    is_prompt: bool,
-) -> Lineage:
-    """Every row follows the one before it: for layers with recurrent state."""
-    windows = []
-    for place, prefix, count in zip(places, prefixes, counts, strict=True):
-        position = torch.arange(prefix, prefix + count, device=device)
-        visible = torch.ones(count, count, dtype=torch.bool, device=device).tril()
-        windows.append(Window(place, prefix, 0, position, visible))
-    return Lineage(windows, is_prompt)

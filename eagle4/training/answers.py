@@ -17,6 +17,7 @@ import torch
 from tqdm.auto import tqdm
 
 from ..engine.continuous import Job, Sampling, answer_all
+from ..engine.repetition import without_loop
 from ..modeling import Eagle4ForCausalLM
 from ..target import TargetAdapter
 from .jsonl import append_row, drop_cut_line, read_rows
@@ -42,6 +43,7 @@ def regenerate(
     temperatures: Sequence[float] = (0.0, 0.0, 0.0, 0.8),
     num_rows: int = 96,
     seed: int = 0,
+    max_repeated: int = 0,
     deadline: float | None = None,
 ) -> int:
     """Answer prompts and append them to a jsonl file; returns rows added.
@@ -49,13 +51,17 @@ def regenerate(
     ``model``: a Transformers causal LM or its `TargetAdapter`, answered with continuous batching of
     ``num_rows`` rows; or an `Eagle4ForCausalLM` with a drafter, which speculates, one prompt after
     the other (for devices where few rows leave room for that). Each prompt's temperature (0:
-    greedy) is drawn from ``temperatures`` by its id. No prompt is begun after ``deadline`` (of
-    `time.monotonic`).
+    greedy) is drawn from ``temperatures`` by its id. An answer ends after ``max_repeated`` tokens
+    that only repeat it (`engine.repetition`; 0: never): loops are easy to draft and teach little.
+    No prompt is begun after ``deadline`` (of `time.monotonic`).
     """
     drop_cut_line(path)
     done = {row["id"] for row in read_rows(path)}
     todo = {p.id: p for p in prompts if p.id not in done}
-    jobs = [_job(p, max_new_tokens, temperatures, seed) for p in todo.values()]
+    jobs = [
+        _job(p, max_new_tokens, temperatures, seed)._replace(max_repeated=max_repeated)
+        for p in todo.values()
+    ]
     if isinstance(model, Eagle4ForCausalLM) and model.drafter is not None:
         answers = _speculate(model, _until(jobs, deadline), end_ids(model, tokenizer))
     else:
@@ -102,7 +108,8 @@ def _speculate(
             eos_token_id=ends or None,
             **({**law, "seed": job.seed} if is_sampled else {}),
         )
-        yield job, out[0, len(job.ids) :].tolist()  # type: ignore[index]
+        answer = out[0, len(job.ids) :].tolist()  # type: ignore[index]
+        yield job, without_loop(answer, job.max_repeated)
 
 
 def _append(path: str | os.PathLike, prompt: Prompt, job: Job, answer: list[int]) -> None:
