@@ -190,12 +190,14 @@ class HarnessPolicy:
     def _record(self) -> None:
         """The gain of a speculative round."""
         done, load = self._round, self._load
-        # Catching up after plain rounds is priced by the probe, not by the round.
+        # Catching up after plain rounds is priced by the probe.
         extra = self._root_ns(load, load.pending) - self._root_ns(load, 2 * load.num_sequences)
         cost_ns = max(1, done.cost_ns - max(extra, 0))
         gain_ns = done.tokens * done.plain_ns // load.num_sequences - cost_ns
         gain = (gain_ns << Q) // done.plain_ns
-        self._regimes[_size(load)].record(gain, done.tokens, cost_ns)
+        accepted = done.tokens - load.num_sequences
+        regime = self._regimes[_size(load)]
+        regime.record(gain, done.tokens, cost_ns, accepted, done.promised_q30)
 
     def finish(self) -> None:
         """The call is over: fold what was typical into the experience.

@@ -2,15 +2,18 @@
 
 The gain of a speculative round is what its tokens would have cost in plain rounds minus what they
 did cost, in plain rounds; the long-run rate beats plain decoding exactly when its mean is positive.
-Speculation stops when the recent mean is negative by more than its own standard error. Plain
-decoding is interrupted by probes of one round, so rarely that their price, catching up the drafter
-included, stays near one hundredth of the time.
+Speculation stops when the recent mean is negative by more than its own standard error, and when a
+call begins with promises that cost more than a plain round and do not come true. Plain decoding is
+interrupted by probes of one round, so rarely that their price, catching up the drafter included,
+stays near one hundredth of the time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isqrt
+
+from .fixed_point import BITS
 
 Q = 20  # gains are integers in units of 2^-20 plain rounds
 UNIT = 1 << Q
@@ -25,6 +28,9 @@ TRIAL = 8  # rounds after which a bad start is noticed
 SERVES = 4  # calls like this one that what a trial teaches is good for
 FIRST_CHECK, LEAST_CHECK, CHECKS = 8, 32, 3  # rounds to plain rounds for comparison
 RATE_MEMORY = 128  # rounds that the price of a token remembers
+# So many accepted nodes were promised by a call's rounds when none, one, ... was accepted: about
+# 2 % of a Poisson law, were the promises true.
+REFUTED = tuple(round(mean * 2**BITS) for mean in (4.0, 5.8, 7.5, 9.1))
 
 
 @dataclass
@@ -45,6 +51,9 @@ class Regime:
     tokens: int = 0  # fading sums of speculative rounds, tokens in 2^-10
     cost_ns: int = 0
     rounds: int = 0  # speculative ones
+    accepted: int = 0  # nodes of this call, and how many were promised, in 2^-30
+    promised: int = 0
+    own: int = 0  # gain of this call's speculative rounds
 
     @classmethod
     def start(
@@ -75,9 +84,17 @@ class Regime:
             cost_ns=8 * max(cost_ns, 1),
         )
 
-    def record(self, gain: int, tokens: int, cost_ns: int) -> None:
-        """A speculative round: its gain, its committed tokens and its predicted cost."""
+    def record(
+        self, gain: int, tokens: int, cost_ns: int, accepted: int, promised_q30: int
+    ) -> None:
+        """A speculative round: its gain, its committed tokens and its predicted cost.
+
+        ``accepted``, ``promised_q30``: nodes that were accepted, and that were expected to be.
+        """
         self.rounds += 1
+        self.accepted += accepted
+        self.promised += promised_q30
+        self.own += gain
         self.count = min(self.count + 1, self.memory)
         delta = gain - self.mean
         self.mean += delta // self.count
@@ -96,14 +113,15 @@ class Regime:
         if not self.speculating:
             self.waited += 1
             is_due = self.waited >= self.wait
-            is_cheap = self.waited * UNIT >= PROBE_SHARE * (catch_up + self.loss)
+            price = catch_up + self.loss
+            is_cheap = self.waited * UNIT >= PROBE_SHARE * price
             # A probe that could not pay any more is not made.
-            if is_due and is_cheap and rounds_left * UNIT >= 16 * catch_up:
+            if is_due and is_cheap and rounds_left * UNIT >= 16 * price:
                 self._probe()
         elif self.probing and self.spent > 0:
             self._stop(loss=self.spent)
         elif self.is_losing:
-            self._stop(loss=0)
+            self._stop(loss=-self.mean)
         return self.speculating
 
     def is_check_due(self, num_compared: int) -> bool:
@@ -122,7 +140,10 @@ class Regime:
 
     @property
     def is_losing(self) -> bool:
-        """Significantly worse than plain."""
+        """Significantly worse than plain, or far from what was promised since the call began."""
+        few = self.accepted < len(REFUTED) and self.promised >= REFUTED[self.accepted]
+        if few and self.own < -UNIT:
+            return True
         error = isqrt(max(self.variance, 0) * UNIT // self.count)
         return self.mean < -MARGIN and self.mean + error < 0
 
@@ -138,7 +159,7 @@ class Regime:
 
     def _stop(self, loss: int) -> None:
         self.speculating = self.probing = False
-        self.waited, self.wait, self.loss = 0, LEAST_WAIT, loss
+        self.waited, self.wait, self.loss = 0, LEAST_WAIT, max(loss, 0)
 
 
 def _upside(gain: int) -> int:

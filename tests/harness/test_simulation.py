@@ -239,3 +239,13 @@ def test_short_hostile_calls_cost_little():
     assert short_calls(PROCESSES["hostile"], experience, table, 8, 12).rate >= (
         0.97 * plain(CPU, 8).rate
     )
+
+
+def test_a_hostile_call_after_good_ones_is_found_out_in_a_few_rounds():
+    """What good calls promised must not be paid for through a whole call in which nothing fits."""
+    rates = []
+    for _ in range(6):
+        experience, table = Experience(), CPU.table()
+        short_calls(PROCESSES["good"], experience, table, 1, 6)
+        rates.append(short_calls(PROCESSES["hostile"], experience, table, 1, 1).rate)
+    assert np.mean(rates) >= 0.94 * plain(CPU, 1).rate
