@@ -5,6 +5,9 @@ what a tree saves; in bf16 it also re-orders the whole weight in every call, whi
 product. oneDNN's blocked weight layout (what Inductor's freezing also uses) avoids both. The packed
 copy doubles the weight memory, so it is made only when it fits comfortably. fp32 is packed on every
 CPU, bf16 where the CPU multiplies it.
+
+Products of few rows take microseconds, and so do their calls: linears that read the same input
+(query, key and value; gate and up) share one packed weight and one product.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ import torch
 from torch import nn
 
 _ROWS_HINT = 16
+# Names under which one module keeps linears that it calls with the same input, in this order.
+_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 # Inductor insists on constant weights when it meets oneDNN's own operator; behind this name it
 # leaves the call as it is, and one compiled block serves every layer's weights.
@@ -51,24 +56,29 @@ class PackedLinears:
     def active(self) -> Iterator[None]:
         """Within the context the linears run on packed weights, where that fits in memory."""
         layers = dict(_layers_to_pack(self.model, bool(self._packed)))
-        for name in set(self._packed) - set(layers):
+        groups = _groups(layers)
+        names = {"+".join(group): group for group in groups}
+        for name in set(self._packed) - set(names):
             del self._packed[name]
         try:
-            for name, layer in layers.items():
-                layer.__dict__["packed_weight"] = self._weight(name, layer)
-                layer.__class__ = PackedLinear
+            for name, group in names.items():
+                members = [layers[member] for member in group]
+                _put_in_place(members, self._weight(name, members))
             yield
         finally:
             for layer in layers.values():
                 layer.__class__ = nn.Linear
-                layer.__dict__.pop("packed_weight", None)
+                for attribute in PackedLinear.__annotations__:
+                    layer.__dict__.pop(attribute, None)
 
-    def _weight(self, name: str, layer: nn.Linear) -> torch.Tensor:
-        weight = layer.weight.detach()
+    def _weight(self, name: str, layers: list[nn.Linear]) -> torch.Tensor:
+        weights = [layer.weight.detach() for layer in layers]
         found = self._packed.get(name)
-        if found is None or not found.is_of(weight):
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
-            self._packed[name] = found = _Copy(_identity(weight), _sample(weight).clone(), packed)
+        if found is None or not found.is_of(weights):
+            whole = weights[0] if len(weights) == 1 else torch.cat(weights)
+            packed = torch.ops.mkldnn._reorder_linear_weight(whole, _ROWS_HINT)
+            identity, samples = map(_identity, weights), [_sample(w).clone() for w in weights]
+            self._packed[name] = found = _Copy(tuple(identity), samples, packed)
         return found.packed
 
 
@@ -79,12 +89,15 @@ class _Copy(NamedTuple):
     sample of the values is compared as well.
     """
 
-    identity: tuple[int, int]
-    sample: torch.Tensor
+    identity: tuple[tuple[int, int], ...]
+    samples: list[torch.Tensor]
     packed: torch.Tensor
 
-    def is_of(self, weight: torch.Tensor) -> bool:
-        return self.identity == _identity(weight) and torch.equal(self.sample, _sample(weight))
+    def is_of(self, weights: list[torch.Tensor]) -> bool:
+        return self.identity == tuple(map(_identity, weights)) and all(
+            torch.equal(sample, _sample(weight))
+            for sample, weight in zip(self.samples, weights, strict=True)
+        )
 
 
 def _identity(weight: torch.Tensor) -> tuple[int, int]:
@@ -101,17 +114,64 @@ class PackedLinear(nn.Linear):
 
     Its class changes, not its ``forward``: a compiler compares classes, so one compiled block
     serves every layer, while a ``forward`` of its own would make each layer another case.
+
+    Siblings share everything but their ``place``: the one that is called first multiplies for all.
     """
 
     packed_weight: torch.Tensor
+    packed_bias: torch.Tensor | None
+    widths: tuple[int, ...]  # outputs of the siblings
+    place: int
+    shared: list  # the last input and what it gave each of them, until the last one took its part
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if len(self.widths) == 1:
+            return self._product(input)
+        if self.shared[0] is not input:
+            self.shared[:] = [input, self._product(input).split(self.widths, dim=-1)]
+        out = self.shared[1][self.place]
+        if self.place == len(self.widths) - 1:
+            self.shared[:] = [None, ()]
+        return out
+
+    def _product(self, input: torch.Tensor) -> torch.Tensor:
         flat = input.reshape(-1, input.shape[-1])
         if torch.compiler.is_compiling():
-            out = torch.ops.eagle4.packed_linear(flat, self.packed_weight, self.bias)
+            out = torch.ops.eagle4.packed_linear(flat, self.packed_weight, self.packed_bias)
         else:
-            out = _packed_linear(flat, self.packed_weight, self.bias)
+            out = _packed_linear(flat, self.packed_weight, self.packed_bias)
         return out.view(*input.shape[:-1], out.shape[-1])
+
+
+def _put_in_place(layers: list[nn.Linear], weight: torch.Tensor) -> None:
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    bias = torch.cat(biases) if len(biases) > 1 else next(iter(biases), None)
+    widths, shared = tuple(layer.out_features for layer in layers), [None, ()]
+    for place, layer in enumerate(layers):
+        values = weight, bias, widths, place, shared
+        layer.__dict__ |= dict(zip(PackedLinear.__annotations__, values, strict=True))
+        layer.__class__ = PackedLinear
+
+
+def _groups(layers: dict[str, nn.Linear]) -> list[tuple[str, ...]]:
+    """The layers' names; siblings that can share a product are together."""
+    groups: dict[str, tuple[str, ...]] = {name: (name,) for name in layers}
+    for first in layers:
+        for names in _SIBLINGS:
+            parent, _, last = first.rpartition(".")
+            siblings = tuple(f"{parent}.{name}" if parent else name for name in names)
+            if last == names[0] and _go_together([layers.get(name) for name in siblings]):
+                groups[first] = siblings
+                for name in siblings[1:]:
+                    del groups[name]
+    return list(groups.values())
+
+
+def _go_together(layers: list[nn.Linear | None]) -> bool:
+    kinds = {
+        layer and (layer.in_features, layer.weight.dtype, layer.bias is None) for layer in layers
+    }
+    return None not in kinds and len(kinds) == 1
 
 
 def _layers_to_pack(model: nn.Module, already: bool) -> list[tuple[str, nn.Linear]]:

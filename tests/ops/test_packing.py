@@ -1,4 +1,5 @@
-"""Catches: packed CPU weights that are stale, wrong, used where they cannot be, or left behind."""
+"""Catches: packed CPU weights that are stale, wrong, used where they cannot be, or left behind;
+siblings that are answered with each other's part, with an earlier input's, or computed twice."""
 
 from __future__ import annotations
 
@@ -75,6 +76,10 @@ def new_storage(layer):
 
 def loaded(layer):
     layer.load_state_dict({k: v + 1 for k, v in layer.state_dict().items()})
+
+
+def new_bias_of_two_widths(layer):
+    layer.bias = nn.Parameter(torch.randn(2 * WIDTH), requires_grad=False)
 
 
 def new_bias(layer):
@@ -205,3 +210,103 @@ def test_nothing_is_packed_when_memory_is_short(model, monkeypatch):
     )
     with PackedLinears(model).active():
         assert not any(is_packed(layer) for layer in model)
+
+
+class Attention(nn.Module):
+    """Siblings as models have them, and calls that a model might make."""
+
+    def __init__(self, bias: bool = True, key_bias: bool | None = None):
+        super().__init__()
+        self.q_proj = nn.Linear(WIDTH, 2 * WIDTH, bias=bias)
+        self.k_proj = nn.Linear(WIDTH, WIDTH, bias=bias if key_bias is None else key_bias)
+        self.v_proj = nn.Linear(WIDTH, WIDTH, bias=bias)
+        self.requires_grad_(False)
+
+    def forward(self, rows):
+        return self.q_proj(rows), self.k_proj(rows), self.v_proj(rows)
+
+
+def same(found, expected):
+    for part, stock in zip(found, expected, strict=True):
+        torch.testing.assert_close(part, stock, atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Shapes of the packed products."""
+    shapes = []
+    original = PackedLinear._product
+
+    def noted(self, input):
+        out = original(self, input)
+        shapes.append(tuple(out.shape))
+        return out
+
+    monkeypatch.setattr(PackedLinear, "_product", noted)
+    return shapes
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_siblings_share_one_product(rows, products, bias):
+    model = Attention(bias)
+    expected = model(rows)
+    with PackedLinears(model).active():
+        same(model(rows), expected)
+        same(model(rows), expected)  # the same tensor again is another call
+    assert products == [(1, 16, 4 * WIDTH)] * 2
+    assert not any(is_packed(layer) or "shared" in layer.__dict__ for layer in model.children())
+
+
+def test_siblings_may_be_called_in_any_order_and_with_any_input(rows):
+    model, other = Attention(), rows.roll(1, dims=1)
+    with PackedLinears(model).active():
+        found = model.v_proj(rows), model.k_proj(rows), model.q_proj(other), model.v_proj(rows)
+        again = model.k_proj(other), model.k_proj(other), model.q_proj(rows)
+    same(found, (model.v_proj(rows), model.k_proj(rows), model.q_proj(other), model.v_proj(rows)))
+    same(again, (model.k_proj(other), model.k_proj(other), model.q_proj(rows)))
+
+
+def test_nothing_is_kept_once_the_last_sibling_has_its_part(rows):
+    model = Attention()
+    with PackedLinears(model).active():
+        model(rows)
+        assert model.q_proj.shared == [None, ()]
+
+
+def test_siblings_that_differ_stay_apart(rows, products):
+    model = Attention(bias=True, key_bias=False)
+    expected = model(rows)
+    with PackedLinears(model).active():
+        same(model(rows), expected)
+    assert len(products) == 3
+
+
+@pytest.mark.parametrize("change", [in_place, through_data, replaced, new_bias_of_two_widths])
+def test_a_changed_sibling_is_packed_anew(rows, change):
+    model = Attention()
+    packed = PackedLinears(model)
+    with packed.active():
+        model(rows)
+    change(model.q_proj)
+    expected = model(rows)
+    with packed.active():
+        same(model(rows), expected)
+
+
+def test_a_compiled_function_multiplies_once_for_all_siblings(rows):
+    models = [Attention(), Attention()]
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append([node.target for node in graph.graph.nodes])
+        return graph.forward
+
+    def run(model, rows):
+        return model(rows)
+
+    with torch.no_grad(), PackedLinears(nn.ModuleList(models)).active():
+        compiled = torch.compile(run, backend=backend, fullgraph=True)
+        found = [compiled(model, rows) for model in models]
+    assert len(graphs) == 1 and graphs[0].count(torch.ops.eagle4.packed_linear) == 1
+    for model, parts in zip(models, found, strict=True):
+        same(parts, model(rows))
