@@ -35,15 +35,17 @@ def train(args: Namespace) -> int:
     config = _settings(TrainConfig, given, args.set, "--set")
     candidates = _settings(CandidateConfig, {}, args.candidate_set, "--candidate-set")
     # Wrong folders are found out before the target loads.
-    folder = Path(args.data)
-    store = None if args.online else FeatureStore(folder / FEATURES)
-    identity = read_identity(folder) if store is None else store.manifest["target"]
+    folders = [Path(folder) for folder in args.data]
+    if args.online and len(folders) > 1:
+        raise ValueError(f"--online reads one folder of --data, got {len(folders)}")
+    store = None if args.online else FeatureStore(*(folder / FEATURES for folder in folders))
+    identity = read_identity(folders[0]) if store is None else store.manifest["target"]
     # The drafter borrows embedding and LM head; in fp32 the losses see what they are.
     args.dtype, args.device = "float32", _own_device(args.device)
     target, tokenizer, _ = load_target(args)
     drafter_config, init = _start(args, target, identity["tap_layers"])
     if store is None:
-        store = OnlineFeatures(folder / RESPONSES, identity, target)
+        store = OnlineFeatures(folders[0] / RESPONSES, identity, target)
     if args.sweep:
         return _sweep(args, target, init, store, config, candidates)
     if args.dry_run:

@@ -118,7 +118,9 @@ def train_command(commands) -> None:
         "Writes FOLDER/drafter and FOLDER/metrics.json. An interrupted run continues. Several "
         "processes share every step: torchrun --nproc-per-node 2 -m eagle4 train ...",
     )
-    parser.add_argument("--data", required=True, metavar="FOLDER", help="what `eagle4 data` wrote")
+    parser.add_argument(
+        "--data", required=True, nargs="+", metavar="FOLDER", help="what `eagle4 data` wrote"
+    )
     parser.add_argument("--out", required=True, metavar="FOLDER", help="folder of the run")
     parser.add_argument(
         "--init",

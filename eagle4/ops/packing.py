@@ -144,7 +144,7 @@ class PackedLinear(nn.Linear):
 
 
 def _put_in_place(layers: list[nn.Linear], weight: torch.Tensor) -> None:
-    biases = [layer.bias for layer in layers if layer.bias is not None]
+    biases: list[torch.Tensor] = [layer.bias for layer in layers if layer.bias is not None]
     bias = torch.cat(biases) if len(biases) > 1 else next(iter(biases), None)
     widths, shared = tuple(layer.out_features for layer in layers), [None, ()]
     for place, layer in enumerate(layers):

@@ -166,24 +166,36 @@ class FeatureWriter:
 
 
 class FeatureStore:
-    """Read-only, memory-mapped view of a store: ``len(store)``, ``store[i]``.
+    """Read-only, memory-mapped view of stores, one after the other: ``len(store)``, ``store[i]``.
 
-    ``expect``: an identity from `target_identity`; raises `ValueError` if the store is another's.
+    ``expect``: an identity from `target_identity`; raises `ValueError` if a store is another's, or
+    if the stores are of different targets. ``manifest`` is that of all of them together.
     """
 
-    def __init__(self, folder: str | os.PathLike, expect: dict[str, Any] | None = None):
-        self.folder = Path(folder)
-        self.manifest = read_manifest(self.folder)
-        if expect is not None:
-            check_identity(self.manifest["target"], expect, str(self.folder))
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        *more: str | os.PathLike,
+        expect: dict[str, Any] | None = None,
+    ):
+        folders = [Path(folder), *map(Path, more)]
+        manifests = [read_manifest(path) for path in folders]
+        wanted = manifests[0]["target"] if expect is None else expect
+        for path, manifest in zip(folders, manifests, strict=True):
+            check_identity(manifest["target"], wanted, str(path))
+        self.folder = folders[0]
+        counts = [name for name in manifests[0] if name.startswith("num_")]
+        self.manifest = {**manifests[0], **{n: sum(m[n] for m in manifests) for n in counts}}
         self._where = [
-            (shard["file"], i)
-            for shard in self.manifest["shards"]
+            (path / shard["file"], i)
+            for path, manifest in zip(folders, manifests, strict=True)
+            for shard in manifest["shards"]
             for i in range(shard["num_sequences"])
         ]
         if not self._where:
-            raise ValueError(f"the feature store {folder} holds no sequences")
-        self._open: dict[str, Any] = {}
+            names = ", ".join(map(str, folders))
+            raise ValueError(f"the feature store {names} holds no sequences")
+        self._open: dict[Path, Any] = {}
 
     def __len__(self) -> int:
         return len(self._where)
@@ -201,10 +213,9 @@ class FeatureStore:
         file, i = self._where[index]
         return json.loads(self._shard(file).metadata()["info"])[i]
 
-    def _shard(self, file: str):
-        if file not in self._open:
-            path = self.folder / file
+    def _shard(self, path: Path):
+        if path not in self._open:
             if not path.is_file():
                 raise ValueError(f"{path} is named in the manifest but missing")
-            self._open[file] = safe_open(path, framework="pt", device="cpu")
-        return self._open[file]
+            self._open[path] = safe_open(path, framework="pt", device="cpu")
+        return self._open[path]

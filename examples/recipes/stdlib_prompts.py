@@ -56,7 +56,7 @@ def prompts(rng: random.Random) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Prompts from the standard library.")
     parser.add_argument("--limit", type=int, default=1500, help="prompts at most")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

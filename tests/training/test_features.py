@@ -28,7 +28,7 @@ def test_round_trip_and_statistics(tmp_path):
     identity = target_identity(target.config, TAPS, "abc")
     with FeatureWriter(tmp_path, identity, shard_size=3) as writer:
         build_store(target, TAPS, writer, sequences(7))
-    store = FeatureStore(tmp_path, identity)
+    store = FeatureStore(tmp_path, expect=identity)
     assert len(store) == 7 and len(store.manifest["shards"]) == 3
     assert store.manifest["num_tokens"] == sum(9 + i for i in range(7))
     assert store.manifest["num_supervised"] == sum(5 + i for i in range(7))
@@ -82,9 +82,34 @@ def test_another_target_is_refused_by_name(tmp_path, change):
     wanted = {**store.manifest["target"], **change}
     (name,) = change
     with pytest.raises(ValueError, match=name):
-        FeatureStore(tmp_path, wanted)
+        FeatureStore(tmp_path, expect=wanted)
     with pytest.raises(ValueError, match=name):
         FeatureWriter(tmp_path, wanted)
+
+
+def test_stores_of_one_target_are_read_one_after_the_other(tmp_path):
+    target = tiny_target()
+    parts = [
+        tiny_store(tmp_path / name, target, num_sequences=n) for name, n in (("a", 3), ("b", 2))
+    ]
+    whole = FeatureStore(tmp_path / "a", tmp_path / "b")
+    assert len(whole) == 5
+    for i, (part, index) in enumerate([(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]):
+        for found, stored in zip(whole[i], parts[part][index], strict=True):
+            assert torch.equal(found, stored)
+        assert whole.info(i) == parts[part].info(index)
+    for name in ("num_sequences", "num_tokens", "num_supervised"):
+        assert whole.manifest[name] == sum(part.manifest[name] for part in parts)
+
+
+def test_stores_of_two_targets_are_refused(tmp_path):
+    tiny_store(tmp_path / "a", tiny_target(), num_sequences=1)
+    manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
+    manifest["target"]["hidden_size"] = 7
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=r"b was made for another target \(hidden_size"):
+        FeatureStore(tmp_path / "a", tmp_path / "b")
 
 
 def test_broken_folders_are_named(tmp_path):

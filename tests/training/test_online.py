@@ -31,7 +31,7 @@ def pair(tmp_path_factory):
     identity = target_identity(target.config, TAPS, None)
     with FeatureWriter(folder / "features", identity) as writer:
         build_store(target, TAPS, writer, training_sequences(responses))
-    stored = FeatureStore(folder / "features", identity)
+    stored = FeatureStore(folder / "features", expect=identity)
     return target, responses, stored, OnlineFeatures(responses, identity, target)
 
 
