@@ -61,8 +61,8 @@ def test_a_split_drafter_proposes_what_the_whole_one_does():
 def test_shares_are_packed_like_whole_weights():
     found = same_everywhere(run_world(2, pieces.packing))
     assert found["1"] == found["0"] and found["packed 0"] == [0, 0]
-    # Seven linears of each of two layers; seven of the drafter, its eh_proj and its fc.
-    assert found["packed 1"] == [14, 9]
+    # q/k/v, o, gate/up and down of two layers; the drafter's, its eh_proj and its fc.
+    assert found["packed 1"] == [8, 6]
 
 
 @pytest.mark.slow
