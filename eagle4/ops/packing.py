@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 _ROWS_HINT = 16
+_LEAST = 1 << 16  # weights below that size gain nothing
 # Names under which one module keeps linears that it calls with the same input, in this order.
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -132,7 +133,7 @@ class PackedLinear(nn.Linear):
         out = self.shared[1][self.place]
         if self.place == len(self.widths) - 1:
             self.shared[:] = [None, ()]
-        return out
+        return out.contiguous()  # as a linear's output is; models may view it as they like
 
     def _product(self, input: torch.Tensor) -> torch.Tensor:
         flat = input.reshape(-1, input.shape[-1])
@@ -197,7 +198,7 @@ def _is_packable(layer: nn.Linear) -> bool:
         and weight.is_contiguous()
         and not weight.is_inference()  # those have no version counter
         and "forward" not in layer.__dict__
-        and weight.numel() >= 1 << 16
+        and weight.numel() >= _LEAST
     )
 
 
