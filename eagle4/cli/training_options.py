@@ -90,8 +90,8 @@ def _answering(parser) -> None:
         type=int,
         default=32,
         metavar="N",
-        help="end an answer that has only repeated itself for N tokens: loops are easy to draft "
-        "and teach little (0: never; default: 32)",
+        help="end an answer that has only repeated itself for N tokens: loops are easy and "
+        "teach little (0: never; default: 32)",
     )
     parser.add_argument("--batch-size", type=int, default=96, metavar="N", help="answers at a time")
     parser.add_argument(
