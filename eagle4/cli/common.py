@@ -49,7 +49,11 @@ def _place(args: Namespace) -> tuple[torch.device, Any]:
 
 def load_pair(args: Namespace) -> Loaded:
     """Target and drafter, attached. Raises `ValueError` when no drafter was named."""
-    drafter = drafter_source(args)
+    return load_model(args, drafter_source(args))
+
+
+def load_model(args: Namespace, drafter: str | None) -> Loaded:
+    """The target and, unless it is None, a drafter; under `torchrun` this process's share."""
     options: dict[str, Any] = {"compile": getattr(args, "compile", "auto")}
     if launched_size() > 1:
         return _load_share(args, drafter, options)
@@ -58,8 +62,8 @@ def load_pair(args: Namespace) -> Loaded:
     return Loaded(model, target, tokenizer, device)
 
 
-def _load_share(args: Namespace, drafter: str, options: dict[str, Any]) -> Loaded:
-    """Under `torchrun`: this process's share of both. The demo's target is one file for all."""
+def _load_share(args: Namespace, drafter: str | None, options: dict[str, Any]) -> Loaded:
+    """The demo's target is one file for all; of others no more than the share is read."""
     (device, dtype), target = _place(args), args.target
     if target == DEMO:
         target, tokenizer = demo.smollm2(dtype=dtype)

@@ -6,23 +6,27 @@ import json
 import random
 import time
 from argparse import Namespace
+from collections import deque
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from ..config import Eagle4Config
 from ..drafter.pairing import tokenizer_fingerprint
-from ..modeling import Eagle4ForCausalLM
 from ..target import TargetAdapter
-from .common import load_target
+from .common import load_model
 
 PROMPTS, RESPONSES, FEATURES = "synthetic.jsonl", "responses.jsonl", "features"
 
 
 def data(args: Namespace) -> int:
-    """Let the target answer prompts and store its features."""
+    """Let the target answer prompts and store its features.
+
+    Ranks compute together; the first has prompts, clock and files.
+    """
     from ..training.answers import end_ids
     from ..training.features import target_identity
-    from ..training.manifest import add_statistics, check_made_by, describe, made_by
+    from ..training.manifest import made_by
     from ..training.templates import template_fingerprint
 
     if not (args.prompts or args.synthesize):
@@ -30,44 +34,65 @@ def data(args: Namespace) -> int:
     missing = [path for path in (args.prompts or []) if not Path(path).is_file()]
     if missing:  # before a folder is begun
         raise ValueError(f"{', '.join(missing)}: no such file; give JSON lines with conversations")
-    target, tokenizer, _ = load_target(args)
-    folder, ends = Path(args.out), end_ids(target, tokenizer)
+    model, target, tokenizer, _ = load_model(args, args.drafter)
     taps = args.tap_layers or Eagle4Config.for_target(target.config).tap_layers
     identity = target_identity(target.config, taps, tokenizer_fingerprint(tokenizer))
     settings = {"max_new_tokens": args.max_new_tokens, "temperatures": args.temperatures}
     if args.max_repeated:
         settings["max_repeated"] = args.max_repeated
-    check_made_by(folder, made_by(target, identity, template_fingerprint(tokenizer), settings))
-    _answer(args, target, tokenizer, folder, ends)
+    ranks, ends = model.ranks, end_ids(target, tokenizer)
+    with nullcontext() if ranks is None else ranks.leaving():
+        made = made_by(target, identity, template_fingerprint(tokenizer), settings, ranks)
+        if ranks is None or ranks.is_first:
+            _write(args, model, tokenizer, ends, made)
+        else:
+            _follow(args, model, tokenizer, ends, taps)
+    return 0
+
+
+def _write(args: Namespace, model: Any, tokenizer: Any, ends: list[int], made: dict) -> None:
+    """Fill the folder, and say what is in it."""
+    from ..training.manifest import add_statistics, check_made_by, describe
+
+    folder = Path(args.out)
+    check_made_by(folder, made)
+    _answer(args, model, tokenizer, folder, ends)
     statistics = add_statistics(folder, folder / RESPONSES, ends)
     print(describe(statistics))
     counts = {"num_sequences": statistics["sequences"], "num_supervised": statistics["supervised"]}
     if not args.no_features:
-        counts = _store(target, taps, identity, folder)
+        counts = _store(model, folder)
     supervised = {"supervised_share": statistics["supervised_share"]}
     print(json.dumps({"command": "data", "out": args.out, **counts, **supervised}))
-    return 0
 
 
-def _answer(args: Namespace, target: Any, tokenizer: Any, folder: Path, ends: list[int]) -> None:
+def _follow(args: Namespace, model: Any, tokenizer: Any, ends: list[int], taps: list[int]) -> None:
+    """The part of ranks that `_write` nothing: the same forwards in the same order."""
+    from ..engine.continuous import answer_all
+    from ..training.answers import answer_jobs
+    from ..training.extract import build_store
+
+    if args.synthesize:
+        deque(answer_all(model.adapter, (), ends=ends), maxlen=0)
+    deque(answer_jobs(model, tokenizer, ()), maxlen=0)
+    if not args.no_features:
+        build_store(model.target, taps, None, (), ranks=model.ranks)
+
+
+def _answer(args: Namespace, model: Any, tokenizer: Any, folder: Path, ends: list[int]) -> None:
     """Fill the response file, for at most ``--max-minutes``."""
     from ..training.answers import regenerate
     from ..training.sequences import keep_answers
 
     began = time.monotonic()
     if args.keep_answers:
-        vocab_size = target.config.get_text_config(decoder=True).vocab_size
+        vocab_size = model.target.config.get_text_config(decoder=True).vocab_size
         keep_answers(args.prompts or [], tokenizer, folder / RESPONSES, ends, vocab_size)
-    adapter = TargetAdapter(target)
-    prompts = _prompts(args, adapter, tokenizer, folder, ends)
-    model: Any = adapter
-    if args.drafter is not None:
-        model = Eagle4ForCausalLM.from_pretrained(target, args.drafter, tokenizer=tokenizer)
     limit = args.max_minutes
     regenerate(
         model,
         tokenizer,
-        prompts,
+        _prompts(args, model.adapter, tokenizer, folder, ends),
         folder / RESPONSES,
         max_new_tokens=args.max_new_tokens,
         temperatures=args.temperatures,
@@ -101,12 +126,15 @@ def _prompts(
     return prompts
 
 
-def _store(target: Any, taps: list[int], identity: dict, folder: Path) -> dict[str, int]:
+def _store(model: Any, folder: Path) -> dict[str, int]:
     from ..training import FeatureWriter
     from ..training.extract import build_store
+    from ..training.manifest import read_identity
     from ..training.sequences import training_sequences
 
+    identity, sequences = read_identity(folder), training_sequences(folder / RESPONSES)
+    taps = identity["tap_layers"]
     with FeatureWriter(folder / FEATURES, identity) as writer:
-        unusable = build_store(target, taps, writer, training_sequences(folder / RESPONSES))
+        unusable = build_store(model.target, taps, writer, sequences, ranks=model.ranks)
     counts = {name: writer.manifest[name] for name in ("num_sequences", "num_supervised")}
     return {**counts, "unusable": unusable}

@@ -18,7 +18,7 @@ import transformers
 
 from ..parallel.launch import launched_rank, launched_size
 
-COMMANDS = ("generate", "profile", "bench", "check", "train")
+COMMANDS = ("generate", "profile", "bench", "check", "data", "train")
 PATIENCE = timedelta(seconds=5)  # with the store that decides who reports an error
 
 

@@ -22,7 +22,8 @@ def data_command(commands) -> None:
         "let the target answer prompts and store its features for training",
         "eagle4 data --prompts prompts.jsonl --synthesize 500 --out runs/data",
         "Answers are written by the target itself with continuous batching. An interrupted run "
-        "continues where it stopped; manifest.json says what the folder holds.",
+        "continues where it stopped; manifest.json says what the folder holds. Under torchrun the "
+        "processes split the target.",
     )
     parser.add_argument("--out", required=True, metavar="FOLDER", help="folder to write")
     _prompt_sources(parser)

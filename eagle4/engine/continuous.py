@@ -22,9 +22,8 @@ from transformers.generation import logits_process as hf
 
 from ..cache import KVPool
 from ..noise import Purpose, gumbel, position_key, stream_key
-from ..sampling import draft_law
+from ..parallel import VocabShard
 from ..target import TargetAdapter
-from ..types import Candidates
 from .repetition import Repetition
 from .row_steps import prompt_step, token_step
 
@@ -86,9 +85,16 @@ def answer_all(
 
     ``capacity``: tokens of the longest prompt plus answer. Jobs are taken one at a time, when a row
     is free. Raises `ValueError` for an empty prompt or a job that does not fit.
+
+    All ranks of a split target call this; jobs and sizes are those of rank 0, whatever the others
+    give. What their rows have in common is exchanged as in `choices`.
     """
-    batch = _Batch(target, num_rows, capacity, frozenset(ends))
     waiting = iter(jobs)
+    if target.vocab is not None:
+        ranks = target.vocab.ranks
+        num_rows, capacity = ranks.first([num_rows, capacity])
+        waiting = ranks.follow(waiting)
+    batch = _Batch(target, num_rows, capacity, frozenset(ends))
     with target.attached(with_taps=False):
         while True:
             yield from batch.fill(waiting)
@@ -164,7 +170,8 @@ class _Batch:
     def _append(
         self, rows: dict[int, _Row], logits_RV: torch.Tensor
     ) -> Iterator[tuple[Job, list[int]]]:
-        for place, token in zip(rows, draw(list(rows.values()), logits_RV), strict=True):
+        tokens = draw(list(rows.values()), logits_RV, self.target.vocab)
+        for place, token in zip(rows, tokens, strict=True):
             row = rows[place]
             if row.add(token) or token in self.ends:
                 del self.rows[place]
@@ -172,22 +179,49 @@ class _Batch:
                 yield row.job, row.answer
 
 
-def draw(rows: Sequence[_Row], logits_RV: torch.Tensor) -> list[int]:
-    """The next token of every row; rows with equal settings are drawn together."""
-    token_R = logits_RV.argmax(dim=-1)
-    for sampling in {row.job.sampling for row in rows if row.job.sampling.temperature}:
+def draw(
+    rows: Sequence[_Row], logits_RV: torch.Tensor, vocab: VocabShard | None = None
+) -> list[int]:
+    """The next token of every row; rows with equal settings are drawn together.
+
+    ``vocab``: the logits are one rank's columns.
+    """
+    token_R = logits_RV.argmax(dim=-1) if vocab is None else vocab.best(logits_RV)[1]
+    # Sorted, so that all ranks go through them in one order.
+    for sampling in sorted({row.job.sampling for row in rows if row.job.sampling.temperature}):
         index = [i for i, row in enumerate(rows) if row.job.sampling == sampling]
-        score_RV = logits_RV[index].float()
-        score_RC, vocab_size = score_RV, score_RV.shape[-1]
-        if 0 < sampling.top_k < vocab_size:
-            score_RC, token_RC = score_RV.topk(sampling.top_k, dim=-1)
-        else:
-            token_RC = torch.arange(vocab_size, device=score_RV.device).expand(score_RV.shape)
-        logp_RC = draft_law(_warpers(sampling), Candidates(token_RC, score_RC)).logp_RK
         key_R1 = torch.tensor([[rows[i].key] for i in index], device=logits_RV.device)
-        best_R1 = (logp_RC + gumbel(key_R1, token_RC)).argmax(dim=-1, keepdim=True)
-        token_R[index] = token_RC.gather(1, best_R1)[:, 0]
+        token_R[index] = _draw_alike(sampling, key_R1, logits_RV[index].float(), vocab)
+    if vocab is not None:
+        token_R = vocab.ranks.broadcast(token_R, "verify")
     return token_R.tolist()
+
+
+def _draw_alike(
+    sampling: Sampling, key_R1: torch.Tensor, score_RV: torch.Tensor, vocab: VocabShard | None
+) -> torch.Tensor:
+    """argmax(score + g), where a law's scores may all be off by one constant."""
+    if vocab is not None and (sampling.top_k or sampling.top_p < 1.0):
+        score_RV, vocab = _whole(sampling, score_RV, vocab), None
+    vocab_size, device = score_RV.shape[-1], score_RV.device
+    if 0 < sampling.top_k < vocab_size:
+        score_RC, token_RC = score_RV.topk(sampling.top_k, dim=-1)
+    else:
+        token_V = (
+            torch.arange(vocab_size, device=device) if vocab is None else vocab.token_ids(device)
+        )
+        score_RC, token_RC = score_RV, token_V.expand(score_RV.shape)
+    score_RC = _warpers(sampling)(token_RC, score_RC).double()  # type: ignore[arg-type]
+    noisy_RC = score_RC + gumbel(key_R1, token_RC)
+    if vocab is not None:
+        return vocab.best(noisy_RC)[1]
+    return token_RC.gather(1, noisy_RC.argmax(dim=-1, keepdim=True))[:, 0]
+
+
+def _whole(sampling: Sampling, score_RV: torch.Tensor, vocab: VocabShard) -> torch.Tensor:
+    """Whole rows for filters that compare scores; -inf for what a top-k filter removes anyway."""
+    found = vocab.top_rows(score_RV, sampling.top_k) if sampling.top_k else None
+    return vocab.full(score_RV) if found is None else found
 
 
 def _warpers(sampling: Sampling) -> LogitsProcessorList:

@@ -8,14 +8,18 @@ and the bytes that this rank contributes are counted.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives  # noqa: F401  (registers the operators)
 
 from ..ops.rank_sum import close_scratch, rank_sum
+
+T = TypeVar("T")
 
 
 class RankError(RuntimeError):
@@ -91,6 +95,18 @@ class Ranks:
         self._guarded(lambda: dist.all_gather_object(found, value, group=self.group))
         return found
 
+    def follow(self, items: Iterable[T]) -> Iterator[T]:
+        """Rank 0's picklable items on every rank, when all of them ask; others' are not looked at.
+
+        So one rank reads files and clocks, and the others do what it does.
+        """
+        own = iter(items)
+        while True:
+            head = self.gather_objects(list(islice(own, 1)) if self.is_first else [])[0]
+            if not head:
+                return
+            yield head[0]
+
     def largest(self, values: list[int]) -> list[int]:
         """The element-wise maximum of equally long lists."""
         part = torch.tensor(values, dtype=torch.int64, device=self.device)
@@ -103,11 +119,22 @@ class Ranks:
 
     # -- failure ---------------------------------------------------------------------------------
 
+    @contextmanager
+    def leaving(self) -> Iterator[None]:
+        """Around work that all ranks do alike: an error of this one's own makes it `leave`."""
+        try:
+            yield
+        except RankError:
+            raise
+        except BaseException:
+            self.leave()
+            raise
+
     def leave(self) -> None:
         """Close this rank's connections, so that the others stop waiting for it at once.
 
-        Called where an error escapes from the middle of a generation: the ranks are no longer at
-        the same point, so nothing that the group exchanged afterwards could be trusted.
+        After an error in the middle of something the ranks are no longer at the same point, so
+        nothing that the group exchanged afterwards could be trusted.
         """
         if self.group is not None:
             close_scratch(self.name)

@@ -48,12 +48,13 @@ def regenerate(
 ) -> int:
     """Answer prompts and append them to a jsonl file; returns rows added.
 
-    ``model``: a Transformers causal LM or its `TargetAdapter`, answered with continuous batching of
-    ``num_rows`` rows; or an `Eagle4ForCausalLM` with a drafter, which speculates, one prompt after
-    the other (for devices where few rows leave room for that). Each prompt's temperature (0:
-    greedy) is drawn from ``temperatures`` by its id. An answer ends after ``max_repeated`` tokens
-    that only repeat it (`engine.repetition`; 0: never): loops are easy to draft and teach little.
-    No prompt is begun after ``deadline`` (of `time.monotonic`).
+    ``model``: a Transformers causal LM, its `TargetAdapter` or an `Eagle4ForCausalLM` without a
+    drafter, answered with continuous batching of ``num_rows`` rows; or an `Eagle4ForCausalLM` with
+    a drafter, which speculates, one prompt after the other (for devices where few rows leave room
+    for that). Each prompt's temperature (0: greedy) is drawn from ``temperatures`` by its id. An
+    answer ends after ``max_repeated`` tokens that only repeat it (`engine.repetition`; 0: never):
+    loops are easy to draft and teach little. No prompt is begun after ``deadline`` (of
+    `time.monotonic`). Of a split model rank 0 calls this and the others call `answer_jobs`.
     """
     drop_cut_line(path)
     done = {row["id"] for row in read_rows(path)}
@@ -62,22 +63,34 @@ def regenerate(
         _job(p, max_new_tokens, temperatures, seed)._replace(max_repeated=max_repeated)
         for p in todo.values()
     ]
-    if isinstance(model, Eagle4ForCausalLM) and model.drafter is not None:
-        answers = _speculate(model, _until(jobs, deadline), end_ids(model, tokenizer))
-    else:
-        adapter = model if isinstance(model, TargetAdapter) else TargetAdapter(model)
-        answers = answer_all(
-            adapter,
-            _until(jobs, deadline),
-            ends=end_ids(adapter.model, tokenizer),
-            num_rows=max(1, min(num_rows, len(jobs))),
-            capacity=max((len(job.ids) for job in jobs), default=1) + max_new_tokens,
-        )
+    answers = answer_jobs(
+        model,
+        tokenizer,
+        _until(jobs, deadline),
+        num_rows=max(1, min(num_rows, len(jobs))),
+        capacity=max((len(job.ids) for job in jobs), default=1) + max_new_tokens,
+    )
     added = 0
     for job, answer in tqdm(answers, total=len(jobs), desc="answers", mininterval=5):
         _append(path, todo[job.id], job, answer)
         added += 1
     return added
+
+
+def answer_jobs(
+    model: Any, tokenizer: Any, jobs: Iterable[Job], num_rows: int = 1, capacity: int = 2
+) -> Iterator[tuple[Job, list[int]]]:
+    """`answer_all`, or one job after the other by speculation; ``model`` as `regenerate` takes it.
+
+    All ranks of a split model call this; jobs and sizes are those of rank 0.
+    """
+    if isinstance(model, Eagle4ForCausalLM):
+        if model.drafter is not None:
+            return _speculate(model, jobs, end_ids(model, tokenizer))
+        model = model.adapter
+    adapter = model if isinstance(model, TargetAdapter) else TargetAdapter(model)
+    ends = end_ids(adapter.model, tokenizer)
+    return answer_all(adapter, jobs, ends=ends, num_rows=num_rows, capacity=capacity)
 
 
 def _job(prompt: Prompt, max_new_tokens: int, temperatures: Sequence[float], seed: int) -> Job:
@@ -97,7 +110,7 @@ def _until(jobs: Iterable[Job], deadline: float | None) -> Iterator[Job]:
 def _speculate(
     model: Eagle4ForCausalLM, jobs: Iterable[Job], ends: list[int]
 ) -> Iterator[tuple[Job, list[int]]]:
-    for job in jobs:
+    for job in jobs if model.ranks is None else model.ranks.follow(jobs):
         is_sampled = job.sampling.temperature > 0
         law = {"temperature": job.sampling.temperature, "top_k": 0, "top_p": 1.0}
         out = model.generate(

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 
 from ..ops import PackedLinears
+from ..parallel import Ranks
 from .features import FeatureSequence, FeatureWriter
 
 
@@ -71,32 +73,38 @@ def check_head(target: Any, ids: torch.Tensor) -> None:
 def build_store(
     target: Any,
     tap_layers: Sequence[int],
-    writer: FeatureWriter,
+    writer: FeatureWriter | None,
     sequences: Iterable[tuple[torch.Tensor, torch.Tensor, dict]],
     total: int | None = None,
+    ranks: Ranks | None = None,
 ) -> int:
     """Extract ``(ids, mask, info)`` sequences into a writer; returns how many were unusable.
 
     Sequences that the writer already holds are skipped by their order, so that an interrupted
     build continues. Sequences with non-finite features are counted and left out; more than one in
     twenty of them is an error.
+
+    ``ranks``: those of a split target. All of them call this; sequences and writer (None on the
+    others) are rank 0's.
     """
-    done, bad, checked = writer.num_done, 0, False
-    bar = tqdm(sequences, total=total, desc="features", mininterval=5)
+    done, bad = 0 if writer is None else writer.num_done, 0
+    todo = islice(sequences, done, None)
+    todo = todo if ranks is None else ranks.follow(todo)
+    bar = tqdm(todo, total=total, initial=done, desc="features", mininterval=5)
     with PackedLinears(target).active():
-        for i, (ids, mask, info) in enumerate(bar):
-            if i < done:
-                continue
-            if not checked:
+        for i, (ids, mask, info) in enumerate(bar, 1):
+            if i == 1:
                 check_head(target, ids)
-                checked = True
             taps, last = extract(target, tap_layers, ids)
+            if writer is None:
+                continue
             if taps.isfinite().all() and last.isfinite().all():
                 writer.add(FeatureSequence(ids.int(), taps, last, mask.bool()), info)
                 continue
             bad += 1
             writer.drop()
-            if bad > 20 and bad > 0.05 * (i + 1 - done):
-                raise ValueError(f"{bad} of {i + 1 - done} sequences have non-finite features")
-    writer.flush()
+            if bad > 20 and bad > 0.05 * i:
+                raise ValueError(f"{bad} of {i} sequences have non-finite features")
+    if writer is not None:
+        writer.flush()
     return bad

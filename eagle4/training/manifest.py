@@ -15,34 +15,49 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from ..parallel import Ranks
 from .features import write_atomically
 from .sequences import training_sequences
 
 FILE = "manifest.json"
 _NOT_IDENTITY = ("name", "revision", "dtype", "weights")
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def weights_fingerprint(model: nn.Module) -> str:
-    """sha256 over a sample of every parameter: tells fine-tunes of one architecture apart."""
-    digest = hashlib.sha256()
-    for name, param in sorted(model.named_parameters()):
-        flat = param.detach().reshape(-1)
-        sample = flat[:: max(1, len(flat) // 64 | 1)][:64].float().cpu()
-        digest.update(name.encode() + sample.numpy().tobytes())
-    return digest.hexdigest()[:16]
+def weights_fingerprint(model: nn.Module, ranks: Ranks | None = None) -> str:
+    """sha256 over a sum of every parameter's bits: tells fine-tunes of one architecture apart.
+
+    The sums of shares add up, so a model that ``ranks`` share has the fingerprint of the whole; all
+    of them ask.
+    """
+    own = {
+        name.replace(".inner.", "."): int(param.detach().view(_BITS[param.element_size()]).sum())
+        for name, param in model.named_parameters(remove_duplicate=False)
+    }
+    parts = [own] if ranks is None else ranks.gather_objects(own)
+    # What several ranks hold alike counts once: parameters that stay whole, repeated heads.
+    sums = {name: sum({part[name] for part in parts}) % 2**64 for name in sorted(own)}
+    return hashlib.sha256(json.dumps(sums).encode()).hexdigest()[:16]
 
 
-def made_by(target: Any, identity: dict[str, Any], template: str | None, settings: dict) -> dict:
-    """The part of a manifest that a later call must repeat."""
+def made_by(
+    target: Any,
+    identity: dict[str, Any],
+    template: str | None,
+    settings: dict,
+    ranks: Ranks | None = None,
+) -> dict:
+    """The part of a manifest that a later call must repeat; all ``ranks`` of a target ask."""
     return {
         "target": {
             **identity,
             "name": getattr(target.config, "_name_or_path", "") or None,
             "revision": getattr(target.config, "_commit_hash", None),
             "dtype": str(next(target.parameters()).dtype).removeprefix("torch."),
-            "weights": weights_fingerprint(target),
+            "weights": weights_fingerprint(target, ranks),
         },
         "template": template,
         "settings": settings,

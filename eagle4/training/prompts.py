@@ -87,7 +87,8 @@ def synthesize_prompts(
 ) -> list[Prompt]:
     """User turns ``0..count - 1`` of a seed, kept in a jsonl file that a later call continues.
 
-    A turn that does not end by itself is cut at ``max_new_tokens``; empty ones are left out.
+    A turn that does not end by itself is cut at ``max_new_tokens``; empty ones are left out. Of a
+    split target rank 0 calls this and the others `answer_all`.
     """
     head = user_header(tokenizer)
     drop_cut_line(path)

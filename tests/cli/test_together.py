@@ -42,7 +42,7 @@ def launched(monkeypatch):
     transformers.logging.set_verbosity(hf_level)
 
 
-@pytest.mark.parametrize("command", ["chat", "data --out x"])
+@pytest.mark.parametrize("command", ["chat", "convert --drafter x --out x"])
 def test_commands_of_one_process_say_so(launched, capsys, command):
     launched.setattr(together, "is_first_to_fail", lambda: True)
     assert main(command.split()) == 2

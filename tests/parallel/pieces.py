@@ -18,6 +18,7 @@ from eagle4.drafter.sharded import shard_drafter
 from eagle4.engine.graphs import num_compiled
 from eagle4.parallel import RankError, Ranks, VocabShard, shard_target
 from eagle4.training.extract import extract
+from eagle4.training.manifest import weights_fingerprint
 from tests.engine.compare import prompt
 
 TIE = 1 << 20
@@ -73,6 +74,7 @@ def families(ranks: Ranks, names: list[str]) -> dict[str, float | str]:
             wanted, got = whole(input_ids=ids).logits, split(input_ids=ids).logits
         parameters = [sum(p.numel() for p in m.parameters()) for m in (split, whole)]
         assert parameters[0] < parameters[1], name
+        assert weights_fingerprint(split, ranks) == weights_fingerprint(whole), name
         found[name] = float((wanted - got).abs().max() / wanted.std())
     return found
 

@@ -1,6 +1,7 @@
 """Catches: a best token that is not the argmax of the whole row (ties between ranks, NaN, -0.0),
 top rows that lose ties, a family split wrongly, bias added once per rank, heads cut in the middle,
-proposals of a split drafter that differ, a share that is saved as if it were the model."""
+proposals of a split drafter that differ, a share that is saved as if it were the model, or has
+another fingerprint than the whole."""
 
 from __future__ import annotations
 
