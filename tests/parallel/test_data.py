@@ -100,7 +100,7 @@ def test_a_rank_that_fails_ends_the_other(words, tmp_path, who, error):
     if error == OTHER:
         alone([*words, str(tmp_path / "out"), "--max-repeated", "5", "--no-features"])
     line = [word.replace("@", "0") for word in [*words, str(tmp_path / "out")]]
-    ended = end_of_world(2, data.fail, who, line, str(tmp_path / "sign"))
+    ended = end_of_world(2, data.fail, who, line)
     first_lines = [(end.error or "").splitlines()[0] for end in ended]
     assert error in first_lines[who]
     assert first_lines[1 - who].startswith(f"RankError: rank {1 - who} of 2 lost the other ranks")
