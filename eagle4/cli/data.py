@@ -7,7 +7,6 @@ import random
 import time
 from argparse import Namespace
 from collections import deque
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +40,11 @@ def data(args: Namespace) -> int:
     if args.max_repeated:
         settings["max_repeated"] = args.max_repeated
     ranks, ends = model.ranks, end_ids(target, tokenizer)
-    with nullcontext() if ranks is None else ranks.leaving():
-        made = made_by(target, identity, template_fingerprint(tokenizer), settings, ranks)
-        if ranks is None or ranks.is_first:
-            _write(args, model, tokenizer, ends, made)
-        else:
-            _follow(args, model, tokenizer, ends, taps)
+    made = made_by(target, identity, template_fingerprint(tokenizer), settings, ranks)
+    if ranks is None or ranks.is_first:
+        _write(args, model, tokenizer, ends, made)
+    else:
+        _follow(args, model, tokenizer, ends, taps)
     return 0
 
 

@@ -27,7 +27,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..config import SpeculativeConfig
 from ..drafter import Eagle4Drafter
 from ..drafter.sharded import shard_drafter
-from ..parallel import Ranks, VocabShard, shard_target
+from ..parallel import RankError, Ranks, VocabShard, shard_target
 from ..target import TargetAdapter
 from .call import Request
 
@@ -132,8 +132,13 @@ def counted(vocab: VocabShard | None) -> Iterator[dict[str, Any] | None]:
     ranks, report = vocab.ranks, {}
     ranks.sent_bytes.clear()
     vocab.asked.clear()
-    with ranks.leaving():
+    try:
         yield report
+    except RankError:
+        raise
+    except BaseException:
+        ranks.leave()
+        raise
     sent, rounds = dict(ranks.sent_bytes), max(vocab.asked["rounds"], 1)
     report |= {
         "ranks": ranks.size,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -119,22 +118,11 @@ class Ranks:
 
     # -- failure ---------------------------------------------------------------------------------
 
-    @contextmanager
-    def leaving(self) -> Iterator[None]:
-        """Around work that all ranks do alike: an error of this one's own makes it `leave`."""
-        try:
-            yield
-        except RankError:
-            raise
-        except BaseException:
-            self.leave()
-            raise
-
     def leave(self) -> None:
         """Close this rank's connections, so that the others stop waiting for it at once.
 
-        After an error in the middle of something the ranks are no longer at the same point, so
-        nothing that the group exchanged afterwards could be trusted.
+        Called where an error escapes from the middle of a generation: the ranks are no longer at
+        the same point, so nothing that the group exchanged afterwards could be trusted.
         """
         if self.group is not None:
             close_scratch(self.name)

@@ -49,6 +49,7 @@ def test_two_ranks_write_what_one_process_does(words, tmp_path):
     shutil.copytree(tmp_path / "part", tmp_path / "resumed-0")
     alone([*words, str(tmp_path / "part")])
     drafter = ["--drafter", str(tmp_path / "drafter"), "--no-features"]
+    drafter += ["--limit", "4", "--synthesize", "2"]
     first, second = run_world(
         2,
         data.run,
@@ -62,7 +63,8 @@ def test_two_ranks_write_what_one_process_does(words, tmp_path):
     compare(tmp_path / "alone", tmp_path / "new-0")
     compare(tmp_path / "part", tmp_path / "resumed-0")
     drafted, wanted = (rows(tmp_path / name) for name in ("drafted-0", "alone"))
-    assert drafted == wanted and len({len(row["response_ids"]) for row in wanted.values()}) > 4
+    assert len(drafted) == 6 and all(wanted[name] == row for name, row in drafted.items())
+    assert len({len(row["response_ids"]) for row in wanted.values()}) > 4
 
 
 def rows(folder: Path) -> dict[str, dict]:
@@ -100,7 +102,7 @@ def test_a_rank_that_fails_ends_the_other(words, tmp_path, who, error):
     if error == OTHER:
         alone([*words, str(tmp_path / "out"), "--max-repeated", "5", "--no-features"])
     line = [word.replace("@", "0") for word in [*words, str(tmp_path / "out")]]
-    ended = end_of_world(2, data.fail, who, line, timeout_s=20.0, limit_s=30.0)
-    assert error in (ended[who].error or "")
-    assert f"RankError: rank {1 - who} of 2 lost the other" in (ended[1 - who].error or "")
-    assert ended[1 - who].seconds < ended[who].seconds - 1
+    ended = end_of_world(2, data.fail, who, line)
+    first_lines = [(end.error or "").splitlines()[0] for end in ended]
+    assert error in first_lines[who]
+    assert first_lines[1 - who].startswith(f"RankError: rank {1 - who} of 2 lost the other ranks")
