@@ -28,8 +28,8 @@ TRIAL = 8  # rounds after which a bad start is noticed
 SERVES = 4  # calls like this one that what a trial teaches is good for
 FIRST_CHECK, LEAST_CHECK, CHECKS = 8, 32, 3  # rounds to plain rounds for comparison
 RATE_MEMORY = 128  # rounds that the price of a token remembers
-# So many accepted nodes were promised by a call's rounds when none, one, ... was accepted: about
-# 2 % of a Poisson law, were the promises true.
+# So many accepted nodes were promised when none, one, ... was accepted: about 2 % of a Poisson law,
+# were the promises true.
 REFUTED = tuple(round(mean * 2**BITS) for mean in (4.0, 5.8, 7.5, 9.1))
 
 
@@ -51,9 +51,10 @@ class Regime:
     tokens: int = 0  # fading sums of speculative rounds, tokens in 2^-10
     cost_ns: int = 0
     rounds: int = 0  # speculative ones
-    accepted: int = 0  # nodes of this call, and how many were promised, in 2^-30
-    promised: int = 0
-    own: int = 0  # gain of this call's speculative rounds
+    # Since speculation began, with the call or with a probe:
+    accepted: int = 0  # nodes
+    promised: int = 0  # of them, in 2^-30
+    own: int = 0  # gain
 
     @classmethod
     def start(
@@ -140,7 +141,7 @@ class Regime:
 
     @property
     def is_losing(self) -> bool:
-        """Significantly worse than plain, or far from what was promised since the call began."""
+        """Significantly worse than plain, or far from what was promised since it began."""
         few = self.accepted < len(REFUTED) and self.promised >= REFUTED[self.accepted]
         if few and self.own < -UNIT:
             return True
@@ -156,6 +157,7 @@ class Regime:
     def _probe(self) -> None:
         self.speculating = self.probing = True
         self.mean, self.variance, self.count, self.spent = 0, PRIOR_VARIANCE, 1, 0
+        self.accepted = self.promised = self.own = 0
 
     def _stop(self, loss: int) -> None:
         self.speculating = self.probing = False
