@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoConfig
 
-from .. import demo
 from ..config import Eagle4Config, structural_keys
 from ..drafter import Eagle4Drafter
 from ..drafter.export import export
@@ -131,10 +130,12 @@ def convert(args: Namespace) -> int:
         "tap_convention": args.tap_convention,
         "norm_output_means": args.norm_output_means,
     }
-    if args.target is not None:
-        is_demo = args.target == DEMO
-        config = demo.smollm2()[0].config if is_demo else AutoConfig.from_pretrained(args.target)
-        options["target_config"] = config
+    on_cpu = Namespace(**{**vars(args), "device": "cpu"})
+    target = load_target(on_cpu)[0] if args.target == DEMO else None
+    if target is not None:
+        options["target_config"] = target.config
+    elif args.target is not None:
+        options["target_config"] = AutoConfig.from_pretrained(args.target)
     drafter = Eagle4Drafter.from_pretrained(args.drafter, dtype=args.dtype, **options)
     own = drafter.config.own_embed_tokens and drafter.config.own_lm_head
     if args.layout != "eagle4" and not own:
@@ -143,7 +144,8 @@ def convert(args: Namespace) -> int:
                 f"--layout {args.layout} writes complete files, and this drafter borrows from its "
                 "target; pass --target"
             )
-        target, _, _ = load_target(Namespace(**{**vars(args), "device": "cpu"}))
+        if target is None:
+            target = load_target(on_cpu)[0]
         drafter.bind(target.get_input_embeddings(), target.get_output_embeddings())
     export(drafter, args.out, args.layout, verifier=args.target)
     count = sum(parameter.numel() for parameter in drafter.parameters())

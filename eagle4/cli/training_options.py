@@ -119,6 +119,13 @@ def train_command(commands) -> None:
         "Writes FOLDER/drafter and FOLDER/metrics.json. An interrupted run continues. Several "
         "processes share every step: torchrun --nproc-per-node 2 -m eagle4 train ...",
     )
+    _run_options(parser)
+    parser.add_argument("--device", help="cpu, cuda, ... (default: this process's GPU, or cpu)")
+    target_option(parser)
+
+
+def _run_options(parser) -> None:
+    """What is trained on what, and what is done instead of training."""
     parser.add_argument(
         "--data", required=True, nargs="+", metavar="FOLDER", help="what `eagle4 data` wrote"
     )
@@ -152,8 +159,6 @@ def train_command(commands) -> None:
         action="store_true",
         help="compute features with the target whenever they are needed instead of reading them",
     )
-    parser.add_argument("--device", help="cpu, cuda, ... (default: this process's GPU, or cpu)")
-    target_option(parser)
 
 
 def convert_command(commands) -> None:

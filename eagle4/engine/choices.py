@@ -94,8 +94,5 @@ def _share(
     if not state.needs_rows and not rest:
         rows = SharedRows(state, sequences, tree, law, warpers, logits_RV, vocab)
         return logits_RV[:, :0], rows
-    if not state.needs_rows and type(rest[0]) is TopKLogitsWarper:
-        rows_RV = vocab.top_rows(logits_RV, rest[0].top_k)
-        if rows_RV is not None:
-            return rows_RV, None
-    return vocab.full(logits_RV), None
+    is_top_k = not state.needs_rows and type(rest[0]) is TopKLogitsWarper
+    return vocab.rows(logits_RV, rest[0].top_k if is_top_k else 0), None

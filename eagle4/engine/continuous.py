@@ -62,8 +62,9 @@ class _Row:
     def add(self, token: int) -> bool:
         """Append a token; whether the answer ends with it, but for the ids that end any answer."""
         self.answer.append(token)
-        repeated, limit = self.repetition.add(token), self.job.max_repeated
-        return len(self.answer) == self.job.max_new_tokens or 0 < limit <= repeated
+        # The repetition is only followed where it ends something.
+        is_loop = 0 < self.job.max_repeated <= self.repetition.add(token)
+        return is_loop or len(self.answer) == self.job.max_new_tokens
 
     @property
     def key(self) -> int:
@@ -202,7 +203,7 @@ def _draw_alike(
 ) -> torch.Tensor:
     """argmax(score + g), where a law's scores may all be off by one constant."""
     if vocab is not None and (sampling.top_k or sampling.top_p < 1.0):
-        score_RV, vocab = _whole(sampling, score_RV, vocab), None
+        score_RV, vocab = vocab.rows(score_RV, sampling.top_k), None
     vocab_size, device = score_RV.shape[-1], score_RV.device
     if 0 < sampling.top_k < vocab_size:
         score_RC, token_RC = score_RV.topk(sampling.top_k, dim=-1)
@@ -216,12 +217,6 @@ def _draw_alike(
     if vocab is not None:
         return vocab.best(noisy_RC)[1]
     return token_RC.gather(1, noisy_RC.argmax(dim=-1, keepdim=True))[:, 0]
-
-
-def _whole(sampling: Sampling, score_RV: torch.Tensor, vocab: VocabShard) -> torch.Tensor:
-    """Whole rows for filters that compare scores; -inf for what a top-k filter removes anyway."""
-    found = vocab.top_rows(score_RV, sampling.top_k) if sampling.top_k else None
-    return vocab.full(score_RV) if found is None else found
 
 
 def _warpers(sampling: Sampling) -> LogitsProcessorList:

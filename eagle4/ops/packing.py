@@ -23,8 +23,8 @@ from torch import nn
 
 _ROWS_HINT = 16
 _LEAST = 1 << 16  # weights below that size gain nothing
-# Names under which one module keeps linears that it calls with the same input, in this order.
-_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+# Names under which a module keeps linears that it calls with one input, in order, by the first.
+_SIBLINGS = {"q_proj": ("q_proj", "k_proj", "v_proj"), "gate_proj": ("gate_proj", "up_proj")}
 
 # Inductor insists on constant weights when it meets oneDNN's own operator; behind this name it
 # leaves the call as it is, and one compiled block serves every layer's weights.
@@ -51,20 +51,19 @@ class PackedLinears:
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self._packed: dict[str, _Copy] = {}
+        self._packed: dict[tuple[str, ...], _Copy] = {}  # by the layers' names
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Within the context the linears run on packed weights, where that fits in memory."""
         layers = dict(_layers_to_pack(self.model, bool(self._packed)))
         groups = _groups(layers)
-        names = {"+".join(group): group for group in groups}
-        for name in set(self._packed) - set(names):
-            del self._packed[name]
+        for group in set(self._packed) - set(groups):
+            del self._packed[group]
         try:
-            for name, group in names.items():
-                members = [layers[member] for member in group]
-                _put_in_place(members, self._weight(name, members))
+            for group in groups:
+                members = [layers[name] for name in group]
+                _put_in_place(members, self._weight(group, members))
             yield
         finally:
             for layer in layers.values():
@@ -72,14 +71,14 @@ class PackedLinears:
                 for attribute in PackedLinear.__annotations__:
                     layer.__dict__.pop(attribute, None)
 
-    def _weight(self, name: str, layers: list[nn.Linear]) -> torch.Tensor:
+    def _weight(self, group: tuple[str, ...], layers: list[nn.Linear]) -> torch.Tensor:
         weights = [layer.weight.detach() for layer in layers]
-        found = self._packed.get(name)
+        found = self._packed.get(group)
         if found is None or not found.is_of(weights):
             whole = weights[0] if len(weights) == 1 else torch.cat(weights)
             packed = torch.ops.mkldnn._reorder_linear_weight(whole, _ROWS_HINT)
             identity, samples = map(_identity, weights), [_sample(w).clone() for w in weights]
-            self._packed[name] = found = _Copy(tuple(identity), samples, packed)
+            self._packed[group] = found = _Copy(tuple(identity), samples, packed)
         return found.packed
 
 
@@ -158,13 +157,12 @@ def _groups(layers: dict[str, nn.Linear]) -> list[tuple[str, ...]]:
     """The layers' names; siblings that can share a product are together."""
     groups: dict[str, tuple[str, ...]] = {name: (name,) for name in layers}
     for first in layers:
-        for names in _SIBLINGS:
-            parent, _, last = first.rpartition(".")
-            siblings = tuple(f"{parent}.{name}" if parent else name for name in names)
-            if last == names[0] and _go_together([layers.get(name) for name in siblings]):
-                groups[first] = siblings
-                for name in siblings[1:]:
-                    del groups[name]
+        last = first.rpartition(".")[2]
+        siblings = tuple(first.removesuffix(last) + name for name in _SIBLINGS.get(last, ()))
+        if siblings and _go_together([layers.get(name) for name in siblings]):
+            groups[first] = siblings
+            for name in siblings[1:]:
+                del groups[name]
     return list(groups.values())
 
 

@@ -83,6 +83,11 @@ class VocabShard:
         value_R1 = score_RV.gather(-1, index_R1)
         return torch.cat([value_R1.double(), (index_R1 + self.first).double()], dim=-1)
 
+    def rows(self, logits_RV: torch.Tensor, top_k: int = 0) -> torch.Tensor:
+        """Whole rows; with ``top_k``, -inf may stand where that filter puts it anyway."""
+        found = self.top_rows(logits_RV, top_k) if top_k else None
+        return self.full(logits_RV) if found is None else found
+
     def top_rows(self, logits_RV: torch.Tensor, k: int) -> torch.Tensor | None:
         """Whole float32 rows in which all but a superset of the k best scores are -inf.
 

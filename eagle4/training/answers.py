@@ -59,10 +59,8 @@ def regenerate(
     drop_cut_line(path)
     done = {row["id"] for row in read_rows(path)}
     todo = {p.id: p for p in prompts if p.id not in done}
-    jobs = [
-        _job(p, max_new_tokens, temperatures, seed)._replace(max_repeated=max_repeated)
-        for p in todo.values()
-    ]
+    limits = max_new_tokens, max_repeated
+    jobs = [_job(prompt, *limits, temperatures, seed) for prompt in todo.values()]
     answers = answer_jobs(
         model,
         tokenizer,
@@ -93,11 +91,14 @@ def answer_jobs(
     return answer_all(adapter, jobs, ends=ends, num_rows=num_rows, capacity=capacity)
 
 
-def _job(prompt: Prompt, max_new_tokens: int, temperatures: Sequence[float], seed: int) -> Job:
+def _job(
+    prompt: Prompt, max_new_tokens: int, max_repeated: int, temperatures: Sequence[float], seed: int
+) -> Job:
     rng = random.Random(f"{seed}/{prompt.id}")
     temperature = rng.choice(list(temperatures))
     noise = rng.getrandbits(62)
-    return Job(prompt.id, prompt.ids, max_new_tokens, Sampling(temperature), noise)
+    law = Sampling(temperature)
+    return Job(prompt.id, prompt.ids, max_new_tokens, law, noise, max_repeated)
 
 
 def _until(jobs: Iterable[Job], deadline: float | None) -> Iterator[Job]:
