@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import torch
 
-from ..ops import PagedView, paged_attention, tree_attention
+from ..ops import PagedView, Share, paged_attention, ragged_attention, tree_attention
 
 
 class LayerStep(NamedTuple):
     """One layer's share of a step as plain tensors and integers, so that a compiler can trace it.
 
-    ``mask`` as `ops.fold_visible` makes it, or a ``view``: keys then stay in their pages.
+    ``mask`` as `ops.fold_visible` makes it, or a ``view`` or ``shares``: keys then stay in place.
     """
 
     keys_SHD: torch.Tensor  # the layer's whole pool
@@ -29,6 +29,7 @@ class LayerStep(NamedTuple):
     mask: torch.Tensor | None = None
     view: PagedView | None = None
     page_size: int = 0
+    shares: list[Share] | None = None
 
 
 def attend_layer(
@@ -43,9 +44,12 @@ def attend_layer(
     """Store the rows' K/V in their slots, then attend: ``[R, Hq, D]`` -> ``[R, Hq, Dv]``.
 
     ``sliding_window`` is already in the step's mask, where there is one; ``options`` go to
-    `ops.tree_attention` or `ops.paged_attention`.
+    `ops.tree_attention`, `ops.paged_attention` or `ops.ragged_attention`.
     """
     write_rows(step.keys_SHD, step.values_SHD, step.slot_R, key_RHD, value_RHD)
+    if step.shares is not None:
+        pools = step.keys_SHD, step.values_SHD
+        return ragged_attention(query_RHD, *pools, step.shares, **options)
     query_BMHD = pad(query_RHD, step.pad_BM)
     if step.view is not None:
         pools, where = (step.keys_SHD, step.values_SHD), (step.view, step.page_size)

@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 import torch
 
-from ..ops import PagedView, fold_visible, has_kernels, page_slots
+from ..ops import PagedView, Share, fold_visible, has_kernels, page_slots
 from .layer import LayerStep, attend_layer, pad, unpad
 from .lineage import Lineage
 from .paged import paged_view
 from .pages import PageTable
 from .pool import KVPool
+from .reach import Reach, find_reaches, windowed
 
 
 class Window(NamedTuple):
@@ -34,7 +35,8 @@ class AttentionStep:
 
     ``slot_R`` where rows are written; ``position_R`` their positions; ``visible_BML`` what every
     row sees, where M pads every sequence to the same number of rows. With a ``view`` keys are read
-    in their pages and L is 0; ``lineage`` is for recurrent layers.
+    in their pages, with ``reaches`` in their runs of slots, one sequence at a time; L is 0 then.
+    ``lineage`` is for recurrent layers.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class AttentionStep:
         lineage: Lineage | None = None,
         view: PagedView | None = None,
         page_size: int = 0,
+        reaches: list[Reach] | None = None,
     ):
         self.slot_R = slot_R
         self.position_R = position_R
@@ -64,7 +67,9 @@ class AttentionStep:
         self.lineage = lineage
         self.view = view
         self.page_size = page_size
+        self.reaches = reaches
         self._folded: dict[tuple, torch.Tensor] = {}
+        self._shares: dict[tuple, list[Share]] = {}
 
     @property
     def shape(self) -> torch.Size:
@@ -90,6 +95,8 @@ class AttentionStep:
         own = LayerStep(keys_SHD, values_SHD, self.slot_R, self.pad_BM, self.unpad_R)
         if self.view is not None:
             return own._replace(view=self.view, page_size=self.page_size)
+        if self.reaches is not None:
+            return own._replace(shares=self.shares(sliding_window, groups, keys_SHD.dtype))
         start, stride = self.run or (0, 0)
         mask = self.mask(sliding_window, groups, keys_SHD.dtype)
         return own._replace(slot_BL=self.slot_BL, start=start, stride=stride, mask=mask)
@@ -104,18 +111,12 @@ class AttentionStep:
             self._folded[key] = fold_visible(seen, groups, dtype)
         return self._folded[key]
 
-
-def windowed(
-    visible_BML: torch.Tensor,
-    query_position_BM: torch.Tensor,
-    key_position_BL: torch.Tensor,
-    sliding_window: int | None,
-) -> torch.Tensor:
-    """Visibility ``[B, M, L]``; a window W lets position p see positions in ``(p - W, p]``."""
-    if sliding_window is None:
-        return visible_BML
-    distance = query_position_BM.unsqueeze(-1) - key_position_BL.unsqueeze(1)
-    return visible_BML & (distance < sliding_window)
+    def shares(self, sliding_window: int | None, groups: int, dtype: torch.dtype) -> list[Share]:
+        """What `ops.ragged_attention` takes, made once for all layers alike."""
+        key = sliding_window, groups, dtype
+        if key not in self._shares:
+            self._shares[key] = [reach.share(*key) for reach in self.reaches or ()]
+        return self._shares[key]
 
 
 def build_step(
@@ -146,16 +147,27 @@ def build_step(
     rows_in = torch.tensor(slots, device=device), position_R, pad_BM, unpad_R
     lineage = Lineage(windows, is_prompt)
     if has_kernels(device) if paged is None else paged:
-        no_keys_BL = query_position_BM[:, :0]
-        unseen_BML = torch.zeros(*query_position_BM.shape, 0, dtype=torch.bool, device=device)
         view = paged_view(table, windows, query_position_BM)
-        keys_in = unseen_BML, query_position_BM, no_keys_BL, (0, 0), None
-        return AttentionStep(*rows_in, *keys_in, lineage, view, table.page_size)
+        nothing = *_nothing(query_position_BM), (0, 0), None
+        return AttentionStep(*rows_in, *nothing, lineage, view, table.page_size)
+    # On accelerators a call per sequence costs more than gathering.
+    reaches = None
+    if device.type == "cpu" and not gathers:
+        reaches = find_reaches(table, windows, position_R)
+    if reaches is not None:
+        nothing = *_nothing(query_position_BM), None, None
+        return AttentionStep(*rows_in, *nothing, lineage, reaches=reaches)
     visible_BML, key_position_BL = _visibility(windows, most, longest, device)
     spanned = [(w.sequence, length) for w, length in zip(windows, lengths, strict=True)]
     run, slot_BL = spans(table, spanned, longest, device, gathers)
     keys_in = visible_BML, query_position_BM, key_position_BL, run, slot_BL
     return AttentionStep(*rows_in, *keys_in, lineage)
+
+
+def _nothing(position_BM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """No visible keys, for steps that read them in place."""
+    unseen_BML = torch.zeros(*position_BM.shape, 0, dtype=torch.bool, device=position_BM.device)
+    return unseen_BML, position_BM, position_BM[:, :0]
 
 
 def _padding(rows: list[int], most: int, device: torch.device):

@@ -24,15 +24,24 @@ from .prune import prune
 from .rank_sum import rank_sum
 from .rejection import rejection_rows
 from .small_gemm import small_linear
-from .tree_attention import fold_visible, tree_attention
+from .tree_attention import Share, fold_visible, ragged_attention, tree_attention
 from .tree_conv import chain_conv, conv_sources, tree_conv
 from .tree_gdn import TreePaths, advance_gdn_, tree_gdn
 
-__all__ = ["PackedLinears", "PagedView", "accept_walk", "ancestor_matrix", "ancestor_words"]
+__all__ = [
+    "PackedLinears",
+    "PagedView",
+    "Share",
+    "accept_walk",
+    "ancestor_matrix",
+    "ancestor_words",
+]
 __all__ += ["best_candidates", "best_offer", "block_topk", "candidate_logprobs", "choose_nodes"]
 __all__ += ["coupled_rows", "fold_visible", "grow_level", "has_fast_bf16", "has_kernels"]
 __all__ += ["move_rows", "normed_linear", "pack_bits", "paged_attention", "prune"]
 __all__ += [
+    "ancestor_words",
+    "ragged_attention",
     "rank_sum",
     "rejection_rows",
     "row_addresses",

@@ -1,5 +1,5 @@
 """Catches: a row that sees one entry too many or too few, a position or slot that is off by one,
-windows counted in indices instead of positions, a view that reads what the gather would not.
+windows counted in indices instead of positions, keys read in place that the gather would not read.
 
 The judge knows nothing of slots or masks: it remembers what every sequence stored, entry by entry,
 and attends in float64 over what the definition of visibility names.
@@ -8,7 +8,6 @@ and attends in float64 over what the definition of visibility names.
 from __future__ import annotations
 
 import random
-from itertools import pairwise
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from packed import ancestry
 
 from eagle4.cache import KVPool, PageTable, Window, attend, build_step
 from eagle4.cache.layer import read
-from eagle4.cache.step import windowed
+from eagle4.cache.reach import windowed
 
 HEADS, HEADS_KV, WIDTH = 4, 2, 8
 PAGE = 8
@@ -57,9 +56,9 @@ class World:
     def rows(self, count: int, heads: int) -> torch.Tensor:
         return torch.randn(count, heads, WIDTH, generator=self.generator)
 
-    def forward(self, windows: list[Window], window: int | None):
+    def forward(self, windows: list[Window], window: int | None, gathers: bool = False):
         """Run the windows packed; returns the step, the rows' output and the judge's."""
-        step = build_step(self.table, windows, torch.device("cpu"))
+        step = build_step(self.table, windows, torch.device("cpu"), gathers=gathers)
         total = sum(len(w.visible) for w in windows)
         query, key, value = (self.rows(total, h) for h in (HEADS, HEADS_KV, HEADS_KV))
         out = attend(self.pool, 0, step, query, key, value, sliding_window=window)
@@ -148,29 +147,43 @@ def commit(world: World, sequence: int, prefix: int, parents: list[int]) -> int:
     return len(path)
 
 
-@pytest.mark.parametrize(
-    "sequences",
-    [[0], [3], [0, 1], [0, 1, 2, 3], [2, 3], [0, 1, 3], [1, 3], [2, 0], [2, 1]],
-)
-def test_view_and_gather_agree(sequences):
-    """Equally spaced sequences in order are a view, if it stays inside the pool; others are
-    gathered. Same result."""
+@pytest.mark.parametrize("sequences", [[0], [3], [0, 1], [0, 1, 2, 3], [0, 1, 3], [2, 0], [2, 1]])
+def test_every_way_to_read_agrees(sequences):
+    """Sequences in one piece are read where they lie, in any order; others are gathered."""
     outs = []
-    for is_scattered in (False, True):
+    for is_scattered, gathers in ((False, False), (False, True), (True, False)):
         world = World(7, 4, is_scattered)
         windows = [chunk(s, 0, 4 + s) for s in sequences]
-        world.forward(windows, None)
-        step, out, _ = world.forward([chunk(s, 4 + s, 2 + s) for s in sequences], 5)
-        is_view = not is_scattered and all(b == a + 1 for a, b in pairwise(sequences))
-        assert (step.slot_BL is None) == is_view
+        world.forward(windows, None, gathers)
+        windows = [chunk(s, 4 + s, 2 + s) for s in sequences]
+        step, out, _ = world.forward(windows, 5, gathers)
+        in_place = not is_scattered and not (gathers and len(sequences) > 1)
+        assert (step.slot_BL is None) == in_place
+        assert (step.reaches is not None) == (in_place and len(sequences) > 1)
         outs.append(out)
-    torch.testing.assert_close(outs[0], outs[1], atol=1e-6, rtol=1e-5)
+    for out in outs[1:]:
+        torch.testing.assert_close(outs[0], out, atol=1e-6, rtol=1e-5)
+
+
+def test_sequences_do_not_feel_each_other():
+    """Bit for bit: a long neighbour pads nothing. Gathered, it may change the order of sums."""
+    outs = []
+    for others in ([], [2], [1, 3]):
+        world = World(11, 4, False)
+        own = world.rows(9, HEADS), world.rows(9, HEADS_KV), world.rows(9, HEADS_KV)
+        windows = [chunk(0, 0, 9), *(chunk(s, 0, 3 + 9 * s) for s in others)]
+        step = build_step(world.table, windows, torch.device("cpu"))
+        rest = len(step.position_R) - 9
+        rows = [torch.cat([r, world.rows(rest, r.shape[1])]) for r in own]
+        outs.append(attend(world.pool, 0, step, *rows)[:9])
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[1], outs[2])
 
 
 def test_a_view_is_a_view():
     world = World(0, 2, False)
-    world.forward([chunk(0, 0, 3), chunk(1, 0, 5)], None)
-    step, _, _ = world.forward([chunk(0, 3, 2), chunk(1, 5, 2)], None)
+    world.forward([chunk(1, 0, 5)], None)
+    step, _, _ = world.forward([chunk(1, 5, 2)], None)
     stored = world.pool.layers[0][0]
     seen = read(step.layer(stored, stored, groups=1), stored)
     assert seen.untyped_storage().data_ptr() == stored.untyped_storage().data_ptr()
@@ -181,7 +194,7 @@ def test_padding_rows_are_finite(sliding):
     """Unequal rows are padded; a padding row repeats a real one and sees what that one sees."""
     world = World(3, 3, False)
     windows = [chunk(0, 0, 1), chunk(1, 0, 6), chunk(2, 0, 3)]
-    step, _, _ = world.forward(windows, sliding)
+    step, _, _ = world.forward(windows, sliding, gathers=True)
     assert step.shape == (3, 6, 6)
     visible = windowed(step.visible_BML, step.query_position_BM, step.key_position_BL, sliding)
     assert visible.any(dim=-1).all(), "a row that sees nothing is NaN"

@@ -11,7 +11,7 @@ import math
 import pytest
 import torch
 
-from eagle4.ops import tree_attention
+from eagle4.ops import Share, fold_visible, ragged_attention, tree_attention
 
 CASES = {
     "plain": {},
@@ -131,6 +131,31 @@ def test_strided_views_of_a_pool_are_read_in_place():
     assert torch.equal(
         tree_attention(query, *views, visible), tree_attention(query, key, value, visible)
     )
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_ragged_rows_attend_to_their_own_runs(case):
+    """Runs of slots in another order than the rows, with other entries between them."""
+    options = dict(CASES[case])
+    has_sinks = options.pop("sinks", False)
+    lengths, counts = (7, 1, 5), (2, 1, 4)
+    starts = (12, 3, 26)
+    pools = [torch.full((40, 2, width), 1e4) for width in (8, 6)]
+    shares, queries, expected, sinks = [], [], [], None
+    for i, (length, count, start) in enumerate(zip(lengths, counts, starts, strict=True)):
+        query, key, value, visible, own = inputs(
+            i, 6, 2, batch=1, most=count, length=max(length, 4)
+        )
+        visible = visible[..., :length] | (torch.arange(length) == 0)
+        sinks = own if sinks is None and has_sinks else sinks
+        for pool, rows in zip(pools, (key, value), strict=True):
+            pool[start : start + length] = rows[0, :length]
+        shares.append(Share(sum(counts[:i]), start, fold_visible(visible, 3, torch.float32)))
+        queries.append(query[0])
+        seen = key[:, :length], value[:, :length], visible
+        expected.append(tree_attention(query, *seen, sinks_H=sinks, **options)[0])
+    found = ragged_attention(torch.cat(queries), *pools, shares, sinks_H=sinks, **options)
+    torch.testing.assert_close(found, torch.cat(expected), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
