@@ -49,23 +49,41 @@ def best_offer(
             min_width,
             horizons,
         )
-    now_Z = best_worth(drafted_ZM, token_ns_Z, verify_ns_ZR)
-    gain_Z = width_Z = torch.zeros_like(token_ns_Z)
-    offers = [
-        (width, child_ZBKJ[:, :, :width].flatten(1))
-        for width in range(min_width, child_ZBKJ.shape[2] + 1)
-    ]
-    for horizon in horizons:
-        line = torch.cat([child_ZBKJ[:, :, 0], path_ZBH[..., : horizon - 1]], dim=-1)
-        offers.append((min_width, line.flatten(1)))
-    for number, (width, added_ZM) in enumerate(offers):
-        both_ZM = torch.cat([drafted_ZM, added_ZM], dim=1)
-        offer_Z = best_worth(both_ZM, token_ns_Z, verify_ns_ZR) - now_Z
-        offer_Z = offer_Z - offer_ns_ZO[:, number]
-        is_better_Z = offer_Z > gain_Z
-        gain_Z = torch.where(is_better_Z, offer_Z, gain_Z)
-        width_Z = torch.where(is_better_Z, width, width_Z)
-    return gain_Z, width_Z
+    survival_ZOM = _survivals(drafted_ZM, child_ZBKJ, path_ZBH, min_width, horizons)
+    worth_ZO = _best_worth(survival_ZOM, token_ns_Z, verify_ns_ZR)
+    gain_ZO = worth_ZO[:, 1:] - worth_ZO[:, :1] - offer_ns_ZO
+    gain_Z = gain_ZO.amax(dim=1).clamp_min(0)
+    # argmax is not the first of equals on every device; the first is the smallest index.
+    place_O = torch.arange(gain_ZO.shape[1], device=gain_ZO.device)
+    first_Z = torch.where(gain_ZO == gain_Z.unsqueeze(1), place_O, FORBIDDEN).amin(dim=1)
+    num_widths = gain_ZO.shape[1] - len(horizons)
+    width_Z = min_width + torch.where(first_Z < num_widths, first_Z, 0)
+    return gain_Z, torch.where(gain_Z > 0, width_Z, 0)
+
+
+def _survivals(
+    drafted_ZM: torch.Tensor,
+    child_ZBKJ: torch.Tensor,
+    path_ZBH: torch.Tensor,
+    min_width: int,
+    horizons: tuple[int, ...],
+) -> torch.Tensor:
+    """``[Z, 1 + O, M + A]``: what is drafted, and what every offer adds; the first adds nothing."""
+    most, levels, device = child_ZBKJ.shape[2], path_ZBH.shape[2], drafted_ZM.device
+    num_widths = max(most - min_width + 1, 0)
+    # Every offer takes the children of the first few frontier nodes and some of the line.
+    offer_O1 = torch.arange(1 + num_widths + len(horizons), device=device).unsqueeze(1)
+    wide_O1 = torch.where(offer_O1 > 0, offer_O1 + (min_width - 1), 0)
+    wide_O1 = torch.where(offer_O1 > num_widths, 1, wide_O1)
+    deep_O1 = torch.zeros_like(offer_O1)
+    for i, horizon in enumerate(horizons):
+        deep_O1 = torch.where(offer_O1 == 1 + num_widths + i, horizon - 1, deep_O1)
+    takes_child_OK = torch.arange(most, device=device) < wide_O1
+    takes_path_OH = torch.arange(levels, device=device) < deep_O1
+    child_ZOBKJ = child_ZBKJ.unsqueeze(1) * takes_child_OK[:, None, :, None]
+    path_ZOBH = path_ZBH.unsqueeze(1) * takes_path_OH.unsqueeze(1)
+    drafted_ZOM = drafted_ZM.unsqueeze(1).expand(-1, len(offer_O1), -1)
+    return torch.cat([drafted_ZOM, child_ZOBKJ.flatten(2), path_ZOBH.flatten(2)], dim=2)
 
 
 def best_worth(
@@ -76,8 +94,14 @@ def best_worth(
     ``survival_ZM`` int64 in 2^-30, any order, 0 for nothing; ``verify_ns_ZR``: cost with 0, 1, ...
     R - 1 nodes.
     """
-    ordered_ZM = survival_ZM.sort(dim=1, descending=True).values
-    return _net(ordered_ZM, token_ns_Z, verify_ns_ZR).amax(dim=1).clamp_min(0)
+    return _best_worth(survival_ZM.unsqueeze(1), token_ns_Z, verify_ns_ZR)[:, 0]
+
+
+def _best_worth(
+    survival_ZOM: torch.Tensor, token_ns_Z: torch.Tensor, verify_ns_ZR: torch.Tensor
+) -> torch.Tensor:
+    ordered_ZOM = survival_ZOM.sort(dim=2, descending=True).values
+    return _net(ordered_ZOM, token_ns_Z, verify_ns_ZR).amax(dim=2).clamp_min(0)
 
 
 def choose_nodes(
@@ -110,7 +134,7 @@ def choose_nodes(
     key_ZBP = (survival_ZBP << INDEX_BITS) | order_BP
     kept_ZBM = key_ZBP.topk(min(max_nodes, nodes), dim=2).values
     key_ZM = kept_ZBM.flatten(1).sort(dim=1, descending=True).values
-    net_ZM = _net(key_ZM >> INDEX_BITS, token_ns_Z, verify_ns_ZR)
+    net_ZM = _net((key_ZM >> INDEX_BITS).unsqueeze(1), token_ns_Z, verify_ns_ZR)[:, 0]
     # argmax is not the first of equals on every device; the first is the smallest index.
     best_Z1 = net_ZM.amax(dim=1, keepdim=True)
     place_M = torch.arange(net_ZM.shape[1], device=net_ZM.device)
@@ -121,11 +145,11 @@ def choose_nodes(
 
 
 def _net(
-    ordered_ZM: torch.Tensor, token_ns_Z: torch.Tensor, verify_ns_ZR: torch.Tensor
+    ordered_ZOM: torch.Tensor, token_ns_Z: torch.Tensor, verify_ns_ZR: torch.Tensor
 ) -> torch.Tensor:
-    count = min(ordered_ZM.shape[1], verify_ns_ZR.shape[1] - 1)
-    worth_ZM = (ordered_ZM[:, :count] * token_ns_Z.unsqueeze(1)) >> BITS
+    count = min(ordered_ZOM.shape[2], verify_ns_ZR.shape[1] - 1)
+    worth_ZOM = (ordered_ZOM[..., :count] * token_ns_Z[:, None, None]) >> BITS
     added_ZM = verify_ns_ZR[:, 1 : count + 1] - verify_ns_ZR[:, :1]
-    net_ZM = worth_ZM.cumsum(dim=1) - added_ZM
+    net_ZOM = worth_ZOM.cumsum(dim=2) - added_ZM.unsqueeze(1)
     # Worthless nodes are never taken, even for free.
-    return net_ZM.masked_fill(worth_ZM == 0, -1)
+    return net_ZOM.masked_fill(worth_ZOM == 0, -1)
