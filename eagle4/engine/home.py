@@ -178,8 +178,9 @@ def measure_pair(
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     with torch.no_grad(), target.attached(run_block=graphs.block):
         cases = make_cases(target, drafter, grid, limits, graphs)
-        for case in [*cases.values()] * (2 if graphs.replays is not None else 0):
-            case()  # nothing is recorded while the clock runs
+        # Nothing is recorded while the clock runs: pools are made, a shape is seen, recorded.
+        for case in [*cases.values()] * (3 if graphs.replays is not None else 0):
+            case()
         here = here or fingerprint(target, drafter, graphs)
         return measure(cases, grid, here, synchronize, agree)
 
