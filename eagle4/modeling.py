@@ -21,8 +21,9 @@ from .drafter import Eagle4Drafter
 from .engine import Eagle4Cache, SpeculationStats, requests, together
 from .engine.answer import answer, policy_and_draft
 from .engine.call import CACHE_KEYWORD, Eagle4Output
-from .engine.graphs import EAGER, CompileMode, Graphs, check_mode, is_compiled
+from .engine.graphs import CompileMode, Graphs, is_compiled
 from .engine.home import HarnessHome
+from .engine.launch import LaunchMode, OwnGraphs, check_modes
 from .engine.loading import bind_pair, build_pair, load_drafter, load_target
 from .harness import HarnessPolicy
 from .ops import PackedLinears
@@ -39,11 +40,11 @@ class Eagle4ForCausalLM(TargetShell):
     """A causal LM with an attached EAGLE-4 drafter.
 
     ``Eagle4ForCausalLM(target, drafter, tokenizer=None)`` takes loaded parts; `from_pretrained`
-    takes parts, ids or folders. The drafter moves to the target's device and dtype. ``drafter``
-    may be None: every call then decodes plainly. ``compile`` is "auto" (on accelerators), "on" or
-    "off", also as the attribute ``compile_mode``; ``generate(disable_compile=True)`` turns it off
-    for one call. Raises `ValueError` when the target cannot verify packed rows or the pair does
-    not fit together.
+    takes parts, ids or folders. The drafter moves to the target's device and dtype; None: every
+    call decodes plainly. ``compile`` is "auto" (on accelerators), "on" or "off", also as the
+    attribute ``compile_mode``; ``generate(disable_compile=True)`` turns it off for one call.
+    ``launch`` is "auto" (now: "direct"), "direct" or "graphs" (on CUDA), also as ``launch_mode``.
+    Raises `ValueError` when the target cannot verify packed rows or the pair does not fit together.
     """
 
     config_class = Eagle4PairConfig
@@ -55,8 +56,9 @@ class Eagle4ForCausalLM(TargetShell):
         drafter: Eagle4Drafter | None = None,
         tokenizer: Any = None,
         compile: CompileMode = "auto",
+        launch: LaunchMode = "auto",
     ):
-        check_mode(compile)
+        check_modes(compile, launch)
         if isinstance(target, Eagle4PairConfig):  # Transformers builds from a config
             config = target
             target, drafter = build_pair(config)
@@ -67,7 +69,7 @@ class Eagle4ForCausalLM(TargetShell):
         self.last_speculation: SpeculationStats | None = None
         self.last_harness: HarnessPolicy | None = None
         self.ranks: Ranks | None = None
-        self.compile_mode: CompileMode = compile
+        self.compile_mode, self.launch_mode = compile, launch
         self._home = HarnessHome()
         self.post_init()
         self.generation_config = speculative_defaults(target.generation_config)
@@ -76,7 +78,7 @@ class Eagle4ForCausalLM(TargetShell):
     def _attach(self, tokenizer: Any) -> None:
         bind_pair(self.target, self.drafter, tokenizer)
         self._packed = None if self.drafter is None else PackedLinears(self.drafter)
-        self._adapter, self._graphs = None, None
+        self._adapter, self._graphs = None, OwnGraphs()
 
     @property
     def adapter(self) -> TargetAdapter:
@@ -96,7 +98,7 @@ class Eagle4ForCausalLM(TargetShell):
         together.split(self.adapter, self.drafter, ranks)
         self._packed = None if self.drafter is None else PackedLinears(self.drafter)
         self.to(ranks.device)  # type: ignore
-        self.ranks, self._home, self._graphs = ranks, HarnessHome(ranks), None
+        self.ranks, self._home, self._graphs = ranks, HarnessHome(ranks), OwnGraphs()
         return self
 
     # -- loading and saving ----------------------------------------------------------------------
@@ -112,6 +114,7 @@ class Eagle4ForCausalLM(TargetShell):
         device: Any = None,
         tp_size: int | None = None,
         compile: CompileMode = "auto",
+        launch: LaunchMode = "auto",
         **kwargs,
     ) -> Eagle4ForCausalLM:
         """Target and drafter from loaded parts, hub ids or folders.
@@ -122,17 +125,17 @@ class Eagle4ForCausalLM(TargetShell):
         ``"cpu"`` or ``"cuda"``. Sizes that do not divide are refused before anything is loaded, and
         of a target that is not loaded yet every process reads its share only.
         """
-        check_mode(compile)
+        check_modes(compile, launch)
         kwargs["dtype"] = "auto" if dtype is None else dtype
         ranks = None
         if tp_size not in (None, 1):
             ranks, device = start(target, tp_size, device, kwargs), None
         if is_pair(target, drafter, kwargs):
             model = cls._load_pair(target, *args, tokenizer=tokenizer, **kwargs)
-            model.compile_mode = compile
+            model.compile_mode, model.launch_mode = compile, launch
         else:
             loaded = load_target(target, *args, ranks=ranks, **kwargs)
-            model = cls(loaded, load_drafter(drafter, loaded), tokenizer, compile)
+            model = cls(loaded, load_drafter(drafter, loaded), tokenizer, compile, launch)
         if device is not None:
             model.to(device)
         return model if ranks is None else model.shard(ranks)
@@ -237,12 +240,9 @@ class Eagle4ForCausalLM(TargetShell):
         return result.sequences
 
     def graphs(self, disable_compile: bool = False) -> Graphs:
-        """The functions that a call's rounds run, compiled or eager."""
-        if disable_compile or not is_compiled(self.compile_mode, self.device):
-            return EAGER
-        if self._graphs is None:
-            self._graphs = Graphs(compiled=True, falls_back=self.ranks is None)
-        return self._graphs
+        """The functions that a call's rounds run. Raises `ValueError` for graphs off CUDA."""
+        compiled = not disable_compile and is_compiled(self.compile_mode, self.device)
+        return self._graphs.graphs(compiled, self.launch_mode, self.device, self.ranks is None)
 
 
 AutoModelForCausalLM.register(Eagle4PairConfig, Eagle4ForCausalLM, exist_ok=True)

@@ -62,12 +62,13 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--compile", default="auto", choices=("auto", "on", "off"))
+    parser.add_argument("--launch", default="auto", choices=("auto", "direct", "graphs"))
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=15)
     args = parser.parse_args()
     target, _ = demo.smollm2(dtype=args.dtype, device=args.device)
     drafter = Eagle4Drafter.from_pretrained(demo.drafter_path())
-    model = Eagle4ForCausalLM(target, drafter, compile=args.compile)
+    model = Eagle4ForCausalLM(target, drafter, compile=args.compile, launch=args.launch)
     ms = measure(model, args.context, args.repeats)
     bandwidth = (MEGABYTES << 20) / ms["read"] * 1e3
     size = torch.finfo(model.adapter.dtype).bits // 8

@@ -13,8 +13,8 @@ from .pages import PageTable
 from .pool import KVPool
 from .recurrent import RecurrentPool, StateRows, StateShape
 from .scratch import Expanded, Scratch, make_scratch, scratch_layer
-from .step import AttentionStep, Window, attend, build_step
+from .step import AttentionStep, StepParts, Window, attend, build_step
 
 __all__ = ["AttentionStep", "Expanded", "KVPool", "LayerStep", "PageTable", "RecurrentPool"]
-__all__ += ["Scratch", "StateRows", "StateShape", "Window", "attend", "attend_layer", "build_step"]
-__all__ += ["convolve", "make_scratch", "mix", "scratch_layer"]
+__all__ += ["Scratch", "StateRows", "StateShape", "StepParts", "Window", "attend", "attend_layer"]
+__all__ += ["build_step", "convolve", "make_scratch", "mix", "scratch_layer"]

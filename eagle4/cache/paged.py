@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..ops import PagedView, pack_bits
+from .buckets import round_up
 from .pages import PageTable
 
 if TYPE_CHECKING:
@@ -17,11 +18,14 @@ if TYPE_CHECKING:
 
 
 def paged_view(
-    table: PageTable, windows: list[Window], query_position_BM: torch.Tensor
+    table: PageTable,
+    windows: list[Window],
+    query_position_BM: torch.Tensor,
+    bucketed: bool = False,
 ) -> PagedView:
     """The view of rows packed in the order of ``windows``, padded to M rows per sequence."""
     device, most = query_position_BM.device, query_position_BM.shape[1]
-    pages = table.padded([window.sequence for window in windows])
+    pages = page_lists(table, [window.sequence for window in windows], bucketed)
     widest = max(window.visible.shape[1] for window in windows)
     sees_BMW = torch.zeros(len(windows), most, widest, dtype=torch.bool, device=device)
     position_BW = torch.zeros(len(windows), widest, dtype=torch.int64, device=device)
@@ -37,3 +41,9 @@ def paged_view(
         query_position_BM,
         position_BW,
     )
+
+
+def page_lists(table: PageTable, sequences: list[int], bucketed: bool) -> list[list[int]]:
+    """All pages of every sequence, as many as the longest list; ``bucketed``: a power of two."""
+    longest = max(len(table.pages[sequence]) for sequence in sequences)
+    return table.padded(sequences, round_up(longest) if bucketed else None)

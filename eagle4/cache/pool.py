@@ -11,17 +11,23 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..ops import has_kernels, move_rows, row_addresses
+from .buckets import round_up
 
 if TYPE_CHECKING:
     from .recurrent import RecurrentPool
 
 
 class KVPool:
-    """Slot-addressed K/V of all layers of one model; ``recurrent`` is None without such layers."""
+    """Slot-addressed K/V of all layers of one model; ``recurrent`` is None without such layers.
 
-    def __init__(self) -> None:
+    ``layers``: tensors of zeros to go on with. They and those that follow are made with room for a
+    power of two of slots, so that they rarely move.
+    """
+
+    def __init__(self, layers: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None) -> None:
         self.num_slots = 0
-        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.layers = {} if layers is None else layers
+        self._is_roomy = layers is not None
         self._addresses: torch.Tensor | None = None  # of all layers, for `move`
         self.recurrent: RecurrentPool | None = None
 
@@ -29,10 +35,14 @@ class KVPool:
         """Grow to ``num_slots``, keeping what is stored."""
         if num_slots <= self.num_slots:
             return
-        for layer, pair in self.layers.items():
-            self.layers[layer] = tuple(_grown(tensor, num_slots) for tensor in pair)  # type: ignore[assignment]
         self.num_slots = num_slots
+        for layer, pair in self.layers.items():
+            self.layers[layer] = tuple(_grown(t, self._rows) for t in pair)  # type: ignore[assignment]
         self._addresses = None
+
+    @property
+    def _rows(self) -> int:
+        return round_up(self.num_slots) if self._is_roomy else self.num_slots
 
     def pair(
         self, layer: int, key_RHD: torch.Tensor, value_RHD: torch.Tensor
@@ -48,7 +58,8 @@ class KVPool:
     def _empty(self, like_RHD: torch.Tensor) -> torch.Tensor:
         # Zeros, not empty: a slot that was never written may be read under a False mask, and
         # 0 * NaN is NaN.
-        return like_RHD.new_zeros((self.num_slots, *like_RHD.shape[1:]))
+        with torch.inference_mode(torch.is_inference_mode_enabled() and not self._is_roomy):
+            return like_RHD.new_zeros((self._rows, *like_RHD.shape[1:]))
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy slots in every layer; overlapping ranges are safe (all reads come first)."""
@@ -64,6 +75,9 @@ class KVPool:
 
 
 def _grown(tensor: torch.Tensor, num_slots: int) -> torch.Tensor:
-    bigger = tensor.new_zeros((num_slots, *tensor.shape[1:]))
+    if tensor.shape[0] >= num_slots:
+        return tensor
+    with torch.inference_mode(tensor.is_inference()):
+        bigger = tensor.new_zeros((num_slots, *tensor.shape[1:]))
     bigger[: tensor.shape[0]] = tensor
     return bigger

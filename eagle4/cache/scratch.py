@@ -11,9 +11,11 @@ from typing import NamedTuple
 import torch
 
 from ..ops import PagedView, fold_visible, has_kernels, pack_bits, window_visible
+from .buckets import bucket_length
 from .layer import LayerStep
+from .paged import page_lists
 from .pages import PageTable
-from .step import spans
+from .spans import spans
 
 
 class Scratch(NamedTuple):
@@ -49,23 +51,25 @@ def make_scratch(
     device: torch.device,
     gathers: bool = False,
     paged: bool | None = None,
+    bucketed: bool = False,
 ) -> Scratch:
     """Address ``entries`` rows behind every (sequence, committed entries) of ``owners``.
 
-    The table must already hold them. ``gathers`` and ``paged`` as in `build_step`.
+    The table must already hold them. ``gathers``, ``paged`` and ``bucketed`` as in `build_step`.
     """
     slots = [table.slots(sequence, first, first + entries) for sequence, first in owners]
-    length = max(first for _, first in owners) + entries
+    length = bucket_length(max(first for _, first in owners) + entries, bucketed)
     scratch = Scratch(
         torch.tensor(slots, device=device),
         torch.tensor([first for _, first in owners], device=device),
         length,
     )
     if has_kernels(device) if paged is None else paged:
-        page_BP = torch.tensor(table.padded([s for s, _ in owners]), device=device)
+        pages = page_lists(table, [sequence for sequence, _ in owners], bucketed)
+        page_BP = torch.tensor(pages, device=device)
         return scratch._replace(page_BP=page_BP, page_size=table.page_size)
     spanned = [(sequence, first + entries) for sequence, first in owners]
-    run, slot_BL = spans(table, spanned, length, device, gathers)
+    run, slot_BL = spans(table, spanned, length, device, gathers, bucketed)
     start, stride = run or (0, 0)
     return scratch._replace(slot_BL=slot_BL, start=start, stride=stride)
 

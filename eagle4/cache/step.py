@@ -11,13 +11,15 @@ from typing import NamedTuple
 
 import torch
 
-from ..ops import PagedView, Share, fold_visible, has_kernels, page_slots
+from ..ops import PagedView, Share, fold_visible, has_kernels
+from .buckets import bucket_length
 from .layer import LayerStep, attend_layer, pad, unpad
 from .lineage import Lineage
 from .paged import paged_view
 from .pages import PageTable
 from .pool import KVPool
 from .reach import Reach, find_reaches, windowed
+from .spans import spans
 
 
 class Window(NamedTuple):
@@ -28,6 +30,22 @@ class Window(NamedTuple):
     offset: int  # window index of this step's first row; earlier entries are already stored
     position: torch.Tensor  # int64 [w] positions of all window entries, stored and new
     visible: torch.Tensor  # bool [n, w] which window entries each new row sees (itself included)
+
+
+class StepParts(NamedTuple):
+    """An `AttentionStep` as tensors and constants, without what recurrent layers need."""
+
+    slot_R: torch.Tensor
+    position_R: torch.Tensor
+    pad_BM: torch.Tensor | None
+    unpad_R: torch.Tensor | None
+    visible_BML: torch.Tensor
+    query_position_BM: torch.Tensor
+    key_position_BL: torch.Tensor
+    run: tuple[int, int] | None
+    slot_BL: torch.Tensor | None
+    view: PagedView | None
+    page_size: int
 
 
 class AttentionStep:
@@ -70,6 +88,15 @@ class AttentionStep:
         self.reaches = reaches
         self._folded: dict[tuple, torch.Tensor] = {}
         self._shares: dict[tuple, list[Share]] = {}
+
+    @classmethod
+    def of(cls, parts: StepParts) -> AttentionStep:
+        """From its `parts`."""
+        return cls(**parts._asdict())
+
+    @property
+    def parts(self) -> StepParts:
+        return StepParts(*(getattr(self, name) for name in StepParts._fields))
 
     @property
     def shape(self) -> torch.Size:
@@ -126,15 +153,17 @@ def build_step(
     is_prompt: bool = False,
     paged: bool | None = None,
     gathers: bool = False,
+    bucketed: bool = False,
 ) -> AttentionStep:
     """Index tensors for rows packed in the order of ``windows``.
 
     ``is_prompt``: the rows are chains of prompt tokens, which recurrent layers commit as they run.
     ``paged``: read keys in their pages; None: where a kernel can do that. ``gathers``: see `spans`.
+    ``bucketed``: the context's length is rounded up, so that shapes repeat.
     """
     rows = [window.visible.shape[0] for window in windows]
     lengths = [window.prefix + window.visible.shape[1] for window in windows]
-    most, longest = max(rows), max(lengths)
+    most, longest = max(rows), bucket_length(max(lengths), bucketed)
     slots: list[int] = []
     for window, count in zip(windows, rows, strict=True):
         first = window.prefix + window.offset
@@ -147,19 +176,19 @@ def build_step(
     rows_in = torch.tensor(slots, device=device), position_R, pad_BM, unpad_R
     lineage = Lineage(windows, is_prompt)
     if has_kernels(device) if paged is None else paged:
-        view = paged_view(table, windows, query_position_BM)
+        view = paged_view(table, windows, query_position_BM, bucketed)
         nothing = *_nothing(query_position_BM), (0, 0), None
         return AttentionStep(*rows_in, *nothing, lineage, view, table.page_size)
     # On accelerators a call per sequence costs more than gathering.
     reaches = None
-    if device.type == "cpu" and not gathers:
+    if device.type == "cpu" and not gathers and not bucketed:
         reaches = find_reaches(table, windows, position_R)
     if reaches is not None:
         nothing = *_nothing(query_position_BM), None, None
         return AttentionStep(*rows_in, *nothing, lineage, reaches=reaches)
     visible_BML, key_position_BL = _visibility(windows, most, longest, device)
     spanned = [(w.sequence, length) for w, length in zip(windows, lengths, strict=True)]
-    run, slot_BL = spans(table, spanned, longest, device, gathers)
+    run, slot_BL = spans(table, spanned, longest, device, gathers, bucketed)
     keys_in = visible_BML, query_position_BM, key_position_BL, run, slot_BL
     return AttentionStep(*rows_in, *keys_in, lineage)
 
@@ -191,42 +220,6 @@ def _visibility(windows: list[Window], most: int, longest: int, device: torch.de
         visible_BML[b, count:, columns] = window.visible[0]
         key_position_BL[b, columns] = window.position
     return visible_BML, key_position_BL
-
-
-def spans(
-    table: PageTable,
-    spanned: list[tuple[int, int]],
-    longest: int,
-    device: torch.device,
-    gathers: bool = False,
-) -> tuple[tuple[int, int] | None, torch.Tensor | None]:
-    """How to read the first entries of every (sequence, entries): as a run, or by ``slot_BL``.
-
-    A run is (start, stride): all sequences are contiguous and equally spaced, in order. With
-    ``gathers`` several sequences always go by slots, so that a compiler meets one case.
-    """
-    run = None if gathers and len(spanned) > 1 else _uniform_run(table, spanned, longest)
-    if run is not None:
-        return run, None
-    pages = table.padded([sequence for sequence, _ in spanned], -(-longest // table.page_size))
-    slot_BL = page_slots(torch.tensor(pages, device=device), table.page_size)
-    return None, slot_BL[:, :longest].contiguous()
-
-
-def _uniform_run(
-    table: PageTable, spanned: list[tuple[int, int]], longest: int
-) -> tuple[int, int] | None:
-    starts = [table.run_start(sequence) for sequence, _ in spanned]
-    if starts[0] is None or any(start is None for start in starts):
-        return None
-    if len(starts) == 1:
-        return (starts[0], 0)
-    stride = starts[1] - starts[0]  # type: ignore[operator]
-    if stride < longest or starts[0] + len(starts) * stride > table.num_slots:
-        return None
-    if any(s != starts[0] + i * stride for i, s in enumerate(starts)):
-        return None
-    return (starts[0], stride)
 
 
 def attend(

@@ -54,7 +54,7 @@ def load_pair(args: Namespace) -> Loaded:
 
 def load_model(args: Namespace, drafter: str | None) -> Loaded:
     """The target and, unless it is None, a drafter; under `torchrun` this process's share."""
-    options: dict[str, Any] = {"compile": getattr(args, "compile", "auto")}
+    options: dict[str, Any] = {n: getattr(args, n, "auto") for n in ("compile", "launch")}
     if launched_size() > 1:
         return _load_share(args, drafter, options)
     target, tokenizer, device = load_target(args)
@@ -117,6 +117,7 @@ def setup_record(args: Namespace, loaded: Loaded) -> dict[str, Any]:
             "device": target["device"],
             "speculation": str(speculation(args)),
             "compile": "on" if loaded.model.graphs().compiled else "off",
+            "launch": "direct" if loaded.model.graphs().replays is None else "graphs",
             "prompts": Path(args.prompts).name if args.prompts else "built-in",
             "batch_size": args.batch_size,
             "turns": args.turns,

@@ -6,6 +6,7 @@ import argparse
 from typing import get_args
 
 from ..engine.graphs import CompileMode
+from ..engine.launch import LaunchMode
 from ..evaluation.arms import ARM_NAMES
 
 
@@ -65,6 +66,13 @@ def model_options(parser: argparse.ArgumentParser, drafter: bool = True) -> None
             choices=get_args(CompileMode),
             default="auto",
             help="torch.compile the rounds: auto (default: on accelerators), on or off",
+        )
+        group.add_argument(
+            "--launch",
+            choices=get_args(LaunchMode),
+            default="auto",
+            help="how rounds reach a GPU: direct (also auto, the default), or graphs: recorded "
+            "CUDA graphs",
         )
 
 

@@ -36,6 +36,8 @@ def answer(
     ``packed`` are the drafter's weights; ``choose`` is `policy_and_draft` or a stand-in. Without
     ``config`` or ``drafter`` decoding is plain.
     """
+    if graphs.replays is not None:
+        graphs.replays.check(target.model, *([] if drafter is None else [drafter]))
     with packed.active() if packed is not None else nullcontext():
         policy, draft = choose(config, request, home, target, drafter, graphs)
         own = drafter if isinstance(draft, EagleDraft) else None

@@ -17,6 +17,7 @@ from ..drafter import DraftOutput, Eagle4Drafter
 from ..harness import Policy
 from ..types import Candidates, Drawn, Plan, Tree
 from .drafter_rows import check_finite, forward, propose
+from .even_rows import pack
 from .state import Sequence, State
 from .stats import SpeculationStats
 
@@ -125,13 +126,13 @@ def catch_up(
             visible = torch.ones(count, count, dtype=torch.bool, device=state.device).tril()
             windows.append(Window(sequence.index, first, 0, position, visible))
             owners.append((sequence, count))
-        step = state.step(windows)
-        fused = drafter.fuse(torch.cat(features))
-        out = forward(state, drafter, fused, torch.cat(tokens), step, stats)
-        row = -1
-        for sequence, count in owners:
-            row += count
+        rows = pack(state, windows, tokens, features)
+        token_R, feature_RTH = rows.columns
+        step = state.step(rows.windows)
+        out = forward(state, drafter, drafter.fuse(feature_RTH), token_R, step, stats)
+        for (sequence, count), first in zip(owners, rows.first, strict=True):
             sequence.draft_length += count
+            row = first + count - 1
             last[sequence.index] = (out.head_RH[row], out.state_RH[row])
     rows = [last[sequence.index] for sequence in sequences]
     return DraftOutput(torch.stack([r[0] for r in rows]), torch.stack([r[1] for r in rows]))

@@ -1,4 +1,4 @@
-"""Compiled forms of a round's functions: the only place with `torch.compile`.
+"""Compiled and recorded forms of a round's functions: the only place with `torch.compile`.
 
 These functions carry nearly all of a round's arithmetic and are compiled without graph breaks:
 
@@ -14,7 +14,8 @@ Rows, contexts and batch sizes are symbolic, so trees of any shape share a graph
 special case, which PyTorch compiles apart (`engine.warmup` meets all cases before the first round).
 The last three are compiled once for every `TreeLimits`, whose numbers are constants to them.
 The eager forms are the specification: `EAGER` runs them as they are, and a function that cannot be
-compiled falls back to its own for good.
+compiled falls back to its own for good. Either form may be recorded and replayed (`replay`), and so
+may a whole packed forward of the target; blocks, which are part of it, are not.
 """
 
 from __future__ import annotations
@@ -28,14 +29,19 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
+from ..cache import AttentionStep, KVPool, StepParts
 from ..drafter import DraftOutput, Eagle4Drafter
+from ..target import TargetAdapter, TargetOutput
 from ..target.blocks import run_block
 from ..types import Candidates
 from . import level
 from .canvas import Canvas, Finished, TreeLimits
+from .replay import Replays
 
 CompileMode = Literal["auto", "on", "off"]
 Opened = tuple[Canvas, torch.Tensor]
+# Arguments and fields that hold K/V pools, which stay where they are.
+STATIC = frozenset({"pools", "keys_SHD", "values_SHD"})
 
 logger = logging.getLogger("eagle4")
 
@@ -52,19 +58,30 @@ class Graphs:
     """The functions of one pair's rounds. Compiled ones need `engine.warmup` once.
 
     ``falls_back``: what cannot be compiled runs eagerly; not among ranks, which would differ then.
+    ``replays`` records the functions; None launches them one operation at a time.
     """
 
-    def __init__(self, compiled: bool = False, falls_back: bool = True):
+    def __init__(
+        self, compiled: bool = False, falls_back: bool = True, replays: Replays | None = None
+    ):
         self.compiled = compiled
+        self.replays = replays
         # What `engine.warmup` has been through, with several sequences or one.
         self.warm: set[tuple[str | TreeLimits, bool]] = set()
-        wrap = partial(_Compiled, falls_back=falls_back) if compiled else _as_it_is
+        compile_one = partial(_Compiled, falls_back=falls_back) if compiled else _as_it_is
+
+        def wrap(function: Callable) -> Callable:
+            own = compile_one(function)
+            return own if replays is None else replays.wrap(own, function)
+
         self.draft: Callable[..., DraftOutput] = wrap(level.draft)
         self._wrap = wrap
         self._trees: dict[TreeLimits, TreeFunctions] = {}
-        self._propose = wrap(level.propose) if compiled else None
+        is_changed = compiled or replays is not None
+        self._propose = wrap(level.propose) if is_changed else None
         # Without it the blocks keep their own forward.
-        self.block: Callable[..., Any] | None = wrap(run_block) if compiled else None
+        self.block: Callable[..., Any] | None = compile_one(run_block) if compiled else None
+        self._rows = None if replays is None else replays.wrap(packed_rows, packed_rows)
 
     def trees(self, limits: TreeLimits) -> TreeFunctions:
         """What drafts trees within these limits."""
@@ -77,9 +94,9 @@ class Graphs:
         """Whether the harness decides in tensor code there.
 
         Eager tensor code on a CPU costs a millisecond per level more than the same decision in
-        Python; compiled, or on an accelerator, it spares the host a look at every score.
+        Python; compiled, replayed or on an accelerator, it spares the host a look at every score.
         """
-        return self.compiled or device.type != "cpu"
+        return self.compiled or self.replays is not None or device.type != "cpu"
 
     def propose(self, drafter: Eagle4Drafter, head_RH: torch.Tensor, width: int) -> Candidates:
         """The drafter's best ``width`` tokens behind every row."""
@@ -88,6 +105,39 @@ class Graphs:
         token_RK, logp_RK = self._propose(drafter, head_RH)
         return Candidates(token_RK[:, :width], logp_RK[:, :width])
 
+    def forward(
+        self,
+        target: TargetAdapter,
+        token_R: torch.Tensor,
+        step: AttentionStep,
+        pool: KVPool,
+        all_hidden_states: bool = False,
+    ) -> TargetOutput:
+        """`TargetAdapter.forward` on verified rows."""
+        # Recurrent layers keep their state in Python; the first forward makes the pools.
+        if self._rows is None or all_hidden_states or target.mixers or not pool.layers:
+            return target.forward(token_R, step, pool, None, all_hidden_states)
+        pools = tuple(pool.layers.items())
+        rows = target, token_R, step.parts
+        logits_RV, features_RTH = self._rows(*rows, pools, target.taps_now)
+        return TargetOutput(logits_RV, features_RTH, None)
+
+    def pool(self, kind: str) -> KVPool:
+        """An empty pool for the "target" or the "draft"; replayed launches need theirs to stay."""
+        return KVPool() if self.replays is None else self.replays.pools[kind].pool()
+
+
+def packed_rows(
+    target: TargetAdapter,
+    token_R: torch.Tensor,
+    parts: StepParts,
+    pools: tuple[tuple[int, tuple[torch.Tensor, torch.Tensor]], ...],
+    taps: tuple[int, ...],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Logits ``[R, V]`` and features of packed rows; ``taps``: the blocks that are tapped now."""
+    out = target.forward(token_R, AttentionStep.of(parts), KVPool(dict(pools)))
+    return out.logits_RV, out.features_RTH
+
 
 def check_mode(mode: str) -> None:
     """Raise `ValueError` on an unknown mode."""
@@ -95,7 +145,7 @@ def check_mode(mode: str) -> None:
         raise ValueError(f"compile must be one of {get_args(CompileMode)}, got {mode!r}")
 
 
-def is_compiled(mode: CompileMode, device: torch.device) -> bool:
+def is_compiled(mode: str, device: torch.device) -> bool:
     """What a mode means on a device. Raises `ValueError` on an unknown mode.
 
     "auto" compiles on accelerators, where launches dominate, and not on CPUs: there a target's

@@ -112,8 +112,9 @@ class DeviceDraft(EagleDraft):
 def scratch_of(state: State, sequences: list[Sequence], limits: TreeLimits) -> Scratch:
     """Where a round's drafted rows go."""
     owners = [(sequence.index, sequence.draft_length) for sequence in sequences]
-    setting = limits.entries, state.device, state.graphs.compiled
-    return make_scratch(state.table, owners, *setting)
+    graphs = state.graphs
+    setting = {"gathers": graphs.compiled, "bucketed": graphs.replays is not None}
+    return make_scratch(state.table, owners, limits.entries, state.device, **setting)
 
 
 def _decided(stats: SpeculationStats, decision: torch.Tensor) -> Decision:

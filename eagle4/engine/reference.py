@@ -19,6 +19,7 @@ from ..tree import ancestor_matrix
 from ..types import Law, Tree, Verdict
 from ..verify import verify_greedy
 from .choices import choose_tokens
+from .even_rows import pack
 from .state import Sequence, State
 
 PREFILL_CHUNK = 512
@@ -91,12 +92,9 @@ def verify(
     for b, sequence in enumerate(sequences):
         count = counts[b]
         state.reserve(sequence, sequence.length + count)
-        tokens += [state.tokens(sequence)[-1:], tree.token_BN[b, :count]]
+        tokens.append(torch.cat([state.tokens(sequence)[-1:], tree.token_BN[b, :count]]))
         windows.append(_tree_window(sequence, tree, ancestors_BNN, b, count))
-    step = state.step(windows)
-    output = target.forward(
-        torch.cat(tokens), step, state.target_pool, None, all_hidden_states=all_hidden_states
-    )
+    output = _forward(state, windows, tokens, target, all_hidden_states)
     first_row, row = [], 0
     for count in counts:
         first_row.append(row)
@@ -106,6 +104,26 @@ def verify(
     output = output._replace(logits_RV=chosen.logits_RV)
     verdict = verify_greedy(tree, ancestors_BNN, chosen.choice_BR)
     return Verified(verdict, first_row, chosen.scores, output)
+
+
+def _forward(
+    state: State,
+    windows: list[Window],
+    tokens: list[torch.Tensor],
+    target: TargetAdapter,
+    all_hidden_states: bool,
+) -> TargetOutput:
+    """The target on packed rows, the windows' own alone."""
+    # Recurrent layers would take added rows for tokens.
+    rows = pack(state, windows, tokens, is_even=not target.mixers)
+    place = state.step(rows.windows), state.target_pool
+    output = state.graphs.forward(target, rows.columns[0], *place, all_hidden_states)
+    if rows.own_R is None:
+        return output
+    logits_RV, features_RTH, hidden = output
+    features_RTH = None if features_RTH is None else features_RTH[rows.own_R]
+    hidden = None if hidden is None else tuple(layer[rows.own_R] for layer in hidden)
+    return TargetOutput(logits_RV[rows.own_R], features_RTH, hidden)
 
 
 def _tree_window(

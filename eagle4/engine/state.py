@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..cache import AttentionStep, KVPool, PageTable, Window, build_step
+from ..cache import AttentionStep, PageTable, Window, build_step
 from .graphs import EAGER, Graphs
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ class State:
         self.ids_BT = ids_BP.clone()
         self.host_ids_BT = self.ids_BT.cpu()  # itself on CPUs: reading it waits for nobody
         self.table = PageTable(len(ids_BP))
-        self.target_pool = KVPool()
-        self.draft_pool = KVPool()
+        self.target_pool = graphs.pool("target")
+        self.draft_pool = graphs.pool("draft")
         self.sequences = [
             Sequence(index, pad, self.prompt_length - pad) for index, pad in enumerate(pads)
         ]
@@ -126,8 +126,9 @@ class State:
 
     def step(self, windows: list[Window]) -> AttentionStep:
         """Index tensors of a forward of drafted or verified rows."""
-        gathers = self.graphs.compiled
-        return build_step(self.table, windows, self.device, gathers=gathers)
+        graphs = self.graphs
+        setting = {"gathers": graphs.compiled, "bucketed": graphs.replays is not None}
+        return build_step(self.table, windows, self.device, **setting)
 
     def release(self, sequence: Sequence) -> None:
         """Give the sequence's pages back."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -57,7 +58,8 @@ def warm_up(
         cases += _cases(Stage(target, drafter, several, context, graphs, own), part, rows)
     # Equal sizes are a coincidence, not a law to be guarded.
     unequal = fx_config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
-    with torch.no_grad(), target.attached(run_block=graphs.block), unequal:
+    directly = nullcontext() if graphs.replays is None else graphs.replays.paused()
+    with torch.no_grad(), target.attached(run_block=graphs.block), unequal, directly:
         for case in tqdm(cases, desc="compiling", disable=None, leave=False):
             case()  # a pool's first forward finds out its widths, eagerly
             case()

@@ -50,6 +50,7 @@ class TargetAdapter:
                 )
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._taps: dict[int, torch.Tensor] = {}
+        self.taps_now: tuple[int, ...] = ()  # the tapped blocks, while attached
         self._packed = PackedLinears(model)
         self.vocab: VocabShard | None = None
         self.mixers = RecurrentMixers(model)
@@ -84,6 +85,7 @@ class TargetAdapter:
         before = [config._attn_implementation for config in configs]
         handles = [self.blocks[tap].register_forward_hook(self._tap_hook(tap)) for tap in taps]
         try:
+            self.taps_now = tuple(taps)
             for config in configs:
                 config._attn_implementation = attention.NAME
             blocks = self.mixers.others(self.blocks)
@@ -102,6 +104,7 @@ class TargetAdapter:
             for config, name in zip(configs, before, strict=True):
                 config._attn_implementation = name
             self._taps.clear()
+            self.taps_now = ()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -43,7 +43,7 @@ def start(candidates: Candidates, max_depth: int, top_k: int) -> Growth:
         torch.full((batch,), width, dtype=torch.int64, device=device),
     )
     pool.token_BN[:, :width] = token_BK
-    pool.depth_BN[:, :width] = 1
+    pool.depth_BN[:, :width].fill_(1)
     pool.score_BN[:, :width] = logp_BK
     frontier_BK = torch.arange(width, device=device).repeat(batch, 1)
     return Growth(pool, frontier_BK, 1)
