@@ -29,6 +29,9 @@ from tests.parallel.world import run_world
 
 OPERATOR = importlib.import_module("eagle4.ops.sum_add_norm")  # `ops` shows the function
 EPS = 1e-3
+needs_interpreter = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"
+)
 
 
 class Inputs(NamedTuple):
@@ -129,11 +132,20 @@ def test_two_ranks_round_as_the_reference_does(dtype):
     assert torch.equal(hidden, case.residual + (case.parts[0] + case.parts[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.kernels
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter")
-@pytest.mark.parametrize("size", [2, 3])
-def test_processes_meet_in_every_launch_however_late_they_are(size, tmp_path):
-    for wrong in run_world(size, fused.meetings, str(tmp_path), 12):
+@needs_interpreter
+def test_a_split_drafter_drafts_the_same_through_the_kernel(tmp_path):
+    alone = fused.generation(None, "")
+    for found in run_world(2, fused.generation, str(tmp_path)):
+        assert found[True]["ids"] == alone[True]["ids"]
+        assert found[True]["sums"] == "one-shot, fused with norms"
+
+
+@pytest.mark.kernels
+@needs_interpreter
+def test_processes_meet_in_every_launch_however_late_they_are(tmp_path):
+    for wrong in run_world(3, fused.meetings, str(tmp_path), 12):
         assert not wrong
 
 
