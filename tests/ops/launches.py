@@ -138,14 +138,18 @@ def head(dtype: torch.dtype, vocab: int = 151_936, hidden: int = 4096) -> None:
 
 
 def drafter(dtype: torch.dtype, hidden: int = 4096) -> None:
-    """The input stage and the block's linears; move_rows and small_linear launch by themselves."""
+    """Input stage, linears and, split, sums; move_rows and small_linear launch by themselves."""
+    from eagle4.ops.sum_add_norm import Peers
     from eagle4.ops.triton import small_gemm
     from eagle4.ops.triton.input_stage import normed_linear
+    from eagle4.ops.triton.sum_add_norm import sum_add_norm
 
     for parts, rows in ((3, 17), (2, 4)):
         part, gain = empty(rows, hidden, dtype=dtype), empty(hidden, dtype=dtype)
         weight = empty(hidden, parts * hidden, dtype=dtype)
         normed_linear([part] * parts, [gain] * parts, weight, 1e-6)
+    for world in (2, 8):
+        sum_add_norm(part, part, gain, 1e-6, Peers(part, empty(world), 3))
     normed_linear([part] * 3, [], empty(hidden, 3 * hidden, dtype=dtype), 0.0)
     saved, small_gemm._has_pdl = small_gemm._has_pdl, lambda device: True
     try:
@@ -179,16 +183,6 @@ def tree(top_k: int = 4, nodes: int = 16, capacity: int = 180) -> None:
         move_rows._move_rows._init_fn(pools, empty(4, 2), empty(moves), empty(moves))
 
 
-def sums(dtype: torch.dtype, hidden: int = 4096, world: int = 8) -> None:
-    from eagle4.ops.sum_add_norm import Peers, memory_bytes
-    from eagle4.ops.triton.sum_add_norm import sum_add_norm
-
-    peers = Peers(empty(memory_bytes(world), dtype=torch.uint8), empty(world), 3)
-    for rows in (1, 17):
-        part = empty(rows, hidden, dtype=dtype)
-        sum_add_norm(part, part, empty(hidden, dtype=dtype), 1e-6, peers)
-
-
 def sampling(vocab: int = 151_936) -> None:
     from eagle4.ops.triton.coupled import coupled_rows
     from eagle4.ops.triton.rejection import rejection_rows
@@ -214,7 +208,6 @@ def usual_launches() -> list[Launch]:
         attention(128, 4, torch.bfloat16)
         head(torch.bfloat16)
         drafter(torch.bfloat16)
-        sums(torch.bfloat16)
         tree()
         sampling()
         policy()
@@ -239,9 +232,6 @@ def more_launches() -> list[Launch]:
             head(dtype, 262_144, 2560)
             drafter(dtype, 576)
             drafter(dtype, 5120)
-            sums(dtype, 576, 2)
-            sums(dtype, 8192, 3)
-        sums(torch.bfloat16, 16384)
         tree(1, 1, 4)
         tree(8, 63, 712)
         tree(10, 64, 2048)
