@@ -5,7 +5,9 @@ EAGLE-3:  x = g + attn([norm_e(embed); norm_h(g)])            (q/k/v read 2H)
 both:     out = x + mlp(norm(x)), and with experts (see `moe`) out + experts(moe_norm(out))
 
 Attention itself is a function argument: serving reads a paged pool, training reads the
-training-time-test layout, and the weights do not know the difference.
+training-time-test layout, and the weights do not know the difference. Where `sharded` has split the
+attention or the MLP, the output projection's sum over ranks, the residual and the norm that follows
+are one step (`add_norm`).
 """
 
 from __future__ import annotations
@@ -23,11 +25,22 @@ from transformers.models.llama.modeling_llama import (
 
 from ..config import Eagle4Config
 from ..ops import normed_linear, small_linear
+from ..parallel.linear import Summed
 from .moe import DraftExperts
 
 # (query [..., Hq, D], key [..., Hkv, D], value [..., Hkv, D]) -> [..., Hq, D]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Rotary = tuple[torch.Tensor, torch.Tensor] | None
+
+
+def add_norm(
+    rows: torch.Tensor, linear: nn.Module, residual: torch.Tensor, norm: nn.Module
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``residual + linear(rows)`` and its norm: both ``[..., H]``."""
+    if isinstance(linear, Summed):
+        return linear.add_norm(rows, residual, norm)
+    hidden = residual + small_linear(rows, linear)  # type: ignore[arg-type]
+    return hidden, norm(hidden)
 
 
 class DraftRotaryEmbedding(LlamaRotaryEmbedding):
@@ -67,8 +80,9 @@ class DraftAttention(nn.Module):
         )
 
     def forward(self, hidden: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
+        """Input of ``o_proj``: ``[..., Hq * D]``."""
         query, key, value = self.project(hidden, rotary)
-        return small_linear(attend(query, key, value).flatten(-2), self.o_proj)
+        return attend(query, key, value).flatten(-2)
 
     def project(
         self, hidden: torch.Tensor, rotary: Rotary
@@ -103,8 +117,9 @@ class DraftMLP(nn.Module):
         self.act = ACT2FN[config.hidden_act]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Input of ``down_proj``: ``[..., I]``."""
         gate, up = small_linear(hidden, self.gate_proj), small_linear(hidden, self.up_proj)
-        return small_linear(self.act(gate) * up, self.down_proj)
+        return self.act(gate) * up
 
 
 class DraftBlock(nn.Module):
@@ -136,12 +151,24 @@ class DraftBlock(nn.Module):
         return residual, residual if self.attn_norm is None else self.attn_norm(residual)
 
     def forward(
-        self, state: torch.Tensor, embed: torch.Tensor, rotary: Rotary, attend: Attend
-    ) -> torch.Tensor:
+        self,
+        state: torch.Tensor,
+        embed: torch.Tensor,
+        rotary: Rotary,
+        attend: Attend,
+        last_norm: nn.Module,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and its ``last_norm``: both ``[..., H]``."""
         residual, attention_input = self.attention_input(state, embed)
-        hidden = residual + self.self_attn(attention_input, rotary, attend)
-        normed = self.post_attention_layernorm(hidden)
-        out = hidden + self.mlp(normed)
+        attended = self.self_attn(attention_input, rotary, attend)
+        norm = self.post_attention_layernorm
+        hidden, normed = add_norm(attended, self.self_attn.o_proj, residual, norm)
+        inner, down = self.mlp(normed), self.mlp.down_proj
         if self.moe is None:
-            return out
-        return out + self.moe(normed if self.moe_norm is None else self.moe_norm(out))
+            return add_norm(inner, down, hidden, last_norm)
+        if self.moe_norm is None:
+            out = hidden + small_linear(inner, down)
+        else:
+            out, normed = add_norm(inner, down, hidden, self.moe_norm)
+        out = out + self.moe(normed)
+        return out, last_norm(out)

@@ -131,8 +131,8 @@ class Eagle4Drafter(PreTrainedModel):
         over committed and ancestor rows.
         """
         embed = self.embed(input_ids).to(state.dtype)
-        out = self.layers[0](state, embed, self.rotary(state, position), attend)
-        normed = self.norm(out)
+        rotary = self.rotary(state, position)
+        out, normed = self.layers[0](state, embed, rotary, attend, self.norm)
         return DraftOutput(normed, normed if self.config.norm_output else out)
 
     @property

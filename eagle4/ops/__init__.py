@@ -24,6 +24,7 @@ from .prune import prune
 from .rank_sum import rank_sum
 from .rejection import rejection_rows
 from .small_gemm import small_linear
+from .sum_add_norm import sum_add_norm
 from .tree_attention import Share, fold_visible, ragged_attention, tree_attention
 from .tree_conv import chain_conv, conv_sources, tree_conv
 from .tree_gdn import TreePaths, advance_gdn_, tree_gdn
@@ -46,6 +47,7 @@ __all__ += [
     "rejection_rows",
     "row_addresses",
     "small_linear",
+    "sum_add_norm",
     "tree_attention",
     "unpack_bits",
 ]

@@ -10,8 +10,8 @@ reads every part on every rank, so larger ones (prefills) go through the referen
 It is an operator of its own for three reasons: the size is looked at when it runs, so compiled
 graphs are not split by it; Inductor's lowering of PyTorch's operator wants static shapes; and
 compilers may copy what a graph is given, while the scratch has to stay where the peers look for it.
-So the scratch is found by the group's name, like the group itself. Residual and norm behind the sum
-stay with Inductor, which fuses them; the layers are Transformers' own.
+So the scratch is found by the group's name, like the group itself. What follows the sum in a block
+of ours, the residual and a norm, can be part of the kernel: see `sum_add_norm`.
 """
 
 from __future__ import annotations

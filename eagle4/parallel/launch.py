@@ -19,7 +19,7 @@ from ..machine import package_version
 from ..pair import hub_config
 from .plan import check_size
 from .ranks import Ranks
-from .sums import choose_sum
+from .sums import choose_fused, choose_sum
 
 TIMEOUT_S = 300.0  # silence of a rank after which the others stop
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -77,6 +77,7 @@ def join(
     ranks = Ranks(dist.group.WORLD, place)
     _check_alike(ranks, {"device": kind, "backend": ranks.backend, **_versions()})
     ranks.sum_impl = choose_sum(ranks)
+    ranks.is_fused = choose_fused(ranks)
     return ranks
 
 

@@ -99,9 +99,19 @@ class Summed(nn.Module):
         self.inner, self.ranks, self.share = inner, ranks, share
 
     def forward(self, first: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
+        return self.ranks.all_reduce(self.part(first, *args), LAYERS)
+
+    def part(self, first: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the output."""
         if self.share is not None:
             first = first[..., self.share.first : self.share.last]
-        return self.ranks.all_reduce(self.inner(first, *args), LAYERS)
+        return self.inner(first, *args)
+
+    def add_norm(
+        self, rows: torch.Tensor, residual: torch.Tensor, norm: nn.Module
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``residual`` plus the output for these rows, and its norm: in one exchange with it."""
+        return self.ranks.sum_add_norm(self.part(rows), residual, norm, LAYERS)
 
     @property
     def weight(self) -> torch.Tensor:

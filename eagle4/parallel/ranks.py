@@ -15,8 +15,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives  # noqa: F401  (registers the operators)
+from torch import nn
 
 from ..ops.rank_sum import close_scratch, rank_sum
+from ..ops.sum_add_norm import close_memory, sum_add_norm
 
 T = TypeVar("T")
 
@@ -29,8 +31,9 @@ class Ranks:
     """One tensor-parallel group, seen from one of its members.
 
     ``rank`` of ``size``; ``device`` is where this rank's share lives; ``sum_impl`` is how sums are
-    formed ("torch" or "one_shot", the same on all ranks). ``sent_bytes`` counts what the rank
-    contributed to collectives, by purpose: ``layers`` (sums inside the models), ``draft``,
+    formed ("torch" or "one_shot"), ``is_fused`` whether the residual and the norm behind a sum are
+    part of it where they can be; both are the same on all ranks. ``sent_bytes`` counts what the
+    rank contributed to collectives, by purpose: ``layers`` (sums inside the models), ``draft``,
     ``verify``, ``rows`` (whole rows of logits) and ``agree``. What compiled graphs exchange is not
     counted.
     """
@@ -40,6 +43,7 @@ class Ranks:
         self.name: str = group.group_name
         self.backend: str = dist.get_backend(group)
         self.sum_impl = "torch"
+        self.is_fused = False
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.device = torch.device(device)
         self.sent_bytes: Counter[str] = Counter()
@@ -51,6 +55,8 @@ class Ranks:
     @property
     def sums(self) -> str:
         """What adds up, in words: ``"one-shot"`` (small parts), or the backend that always does."""
+        if self.is_fused:
+            return "one-shot, fused with norms"
         return "one-shot" if self.sum_impl == "one_shot" else self.backend
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
@@ -62,6 +68,13 @@ class Ranks:
     def all_reduce(self, part: torch.Tensor, purpose: str) -> torch.Tensor:
         """The sum over all ranks of tensors of one shape."""
         return self._run(part, purpose, lambda x: rank_sum(x, self.name, self.sum_impl))
+
+    def sum_add_norm(
+        self, part: torch.Tensor, residual: torch.Tensor, norm: nn.Module, purpose: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``residual`` plus `all_reduce` of the parts, and its norm; all ``[..., H]``."""
+        impl = "triton" if self.is_fused else self.sum_impl
+        return self._run(part, purpose, lambda x: sum_add_norm(x, residual, norm, self.name, impl))
 
     def all_gather(self, part: torch.Tensor, purpose: str) -> torch.Tensor:
         """``[size, ...]``: every rank's tensor, in rank order. All have one shape."""
@@ -78,8 +91,8 @@ class Ranks:
         self,
         part: torch.Tensor,
         purpose: str,
-        collective: Callable[[torch.Tensor], torch.Tensor],
-    ) -> torch.Tensor:
+        collective: Callable[[torch.Tensor], T],
+    ) -> T:
         part = part.contiguous()
         if torch.compiler.is_compiling():
             return collective(part)
@@ -126,6 +139,7 @@ class Ranks:
         """
         if self.group is not None:
             close_scratch(self.name)
+            close_memory(self.name)
             dist.destroy_process_group(self.group)
             self.group = None  # the connections close with the last reference
 

@@ -13,7 +13,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -104,7 +104,10 @@ def measure(cases: Iterable[Case], setup: Setup, repeats: int) -> list[dict]:
     return [{"copy_gb_per_s": round(bandwidth / 1e9, 2)}, *found]
 
 
-def plot(name: str, rows: list[dict], path: Path) -> bool:
+FORMS = ("triton_us", "torch_us", "ceiling_us")
+
+
+def plot(name: str, rows: list[dict], path: Path, forms: Sequence[str] = FORMS) -> bool:
     """Bars of every form and the ceiling; False where matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
@@ -112,10 +115,13 @@ def plot(name: str, rows: list[dict], path: Path) -> bool:
         return False
     figure = Figure(figsize=(9, 0.5 * len(rows) + 1.6), layout="constrained")
     axes = figure.add_subplot()
-    series = [key for key in ("triton_us", "torch_us", "ceiling_us") if key in rows[0]]
+    series = [key for key in forms if key in rows[0]]
+    step = 0.8 / max(len(series), 3)
     for i, key in enumerate(series):
-        places = [y + 0.27 * (i - 1) for y in range(len(rows))]
-        axes.barh(places, [row[key] for row in rows], height=0.25, label=key.removesuffix("_us"))
+        places = [y + step * (i - 1) for y in range(len(rows))]
+        axes.barh(
+            places, [row[key] for row in rows], height=0.9 * step, label=key.removesuffix("_us")
+        )
     axes.set(title=name, xlabel="microseconds", xscale="log")
     axes.set_yticks(range(len(rows)), [row["case"] for row in rows])
     axes.invert_yaxis()

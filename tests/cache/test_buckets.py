@@ -35,7 +35,7 @@ def test_added_rows_repeat_the_first_and_are_seen_by_none(paged):
     for sequence, length in enumerate((12, 70)):
         table.ensure(sequence, length)
     device = torch.device("cpu")
-    usual = build_step(table, windows(), device, paged=paged)
+    usual = build_step(table, windows(), device, paged=paged, gathers=True)
     wide = [widen(window, 5) for window in windows()]
     padded = build_step(table, wide, device, paged=paged, bucketed=True)
     own = [0, 1, 2, 5]

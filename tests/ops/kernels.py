@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
 
 import torch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Nothing traces the interpreter's kernels; `test_tracing` does that with real ones.
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
+
+
+@contextmanager
+def rounding_to_nearest() -> Iterator[None]:
+    """Inside, interpreted kernels round to bfloat16 as devices do; the interpreter cuts off."""
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def rounded(data: Any, source: Any, target: Any, mode: Any) -> Any:
+        if not (source.is_fp32() and target.is_bf16()):
+            return convert(data, source, target, mode)
+        wide = torch.from_numpy(data.copy()).view(torch.float32)
+        return wide.bfloat16().view(torch.int16).numpy().view("uint16")
+
+    with mock.patch.object(interpreter, "_convert_float", rounded):
+        yield
 
 
 def on_device(*tensors: torch.Tensor) -> list[torch.Tensor]:

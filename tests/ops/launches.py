@@ -138,14 +138,18 @@ def head(dtype: torch.dtype, vocab: int = 151_936, hidden: int = 4096) -> None:
 
 
 def drafter(dtype: torch.dtype, hidden: int = 4096) -> None:
-    """The input stage and the block's linears; move_rows and small_linear launch by themselves."""
+    """Input stage, linears and, split, sums; move_rows and small_linear launch by themselves."""
+    from eagle4.ops.sum_add_norm import Peers
     from eagle4.ops.triton import small_gemm
     from eagle4.ops.triton.input_stage import normed_linear
+    from eagle4.ops.triton.sum_add_norm import sum_add_norm
 
     for parts, rows in ((3, 17), (2, 4)):
         part, gain = empty(rows, hidden, dtype=dtype), empty(hidden, dtype=dtype)
         weight = empty(hidden, parts * hidden, dtype=dtype)
         normed_linear([part] * parts, [gain] * parts, weight, 1e-6)
+    for world in (2, 8):
+        sum_add_norm(part, part, gain, 1e-6, Peers(part, empty(world), 3))
     normed_linear([part] * 3, [], empty(hidden, 3 * hidden, dtype=dtype), 0.0)
     saved, small_gemm._has_pdl = small_gemm._has_pdl, lambda device: True
     try:

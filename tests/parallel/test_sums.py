@@ -10,11 +10,12 @@ import torch
 
 from eagle4.ops.rank_sum import rank_sum
 from eagle4.parallel.sums import check_place
-from tests.parallel import one_shot
+from tests.parallel import fused, one_shot
 from tests.parallel.world import run_world
 
 SMALL = ["rows", "bf16", "view with an offset", "columns", "transposed", "as large as possible"]
 STEPS = ["place", "allocate", "rendezvous", "kernel"]
+FUSED_STEPS = ["allocate", "rendezvous", "compile", "kernel"]
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -53,6 +54,48 @@ def test_answers_are_those_of_one_process_and_the_report_says_how():
     for found in run_world(2, one_shot.generation):
         assert found["ids"] == alone["ids"]
         assert found["sums"] == "one-shot" and found["kernels"] > 10
+
+
+def test_where_kernels_work_all_ranks_fuse_norms_with_sums(tmp_path):
+    for found in run_world(2, fused.choice, str(tmp_path), ""):
+        assert found["fused"] and found["sums"] == "one-shot, fused with norms"
+        assert found["steps"] == FUSED_STEPS and not found["logged"]
+        assert found["hidden"] == [[3.0] * 4] and found["bytes"] == 16
+        assert found["memory"] == (1, 1) and found["memory after leaving"] == (0, 0)
+
+
+@pytest.mark.parametrize("step", ["asking", "allocate", "rendezvous", "compile", "norm"])
+def test_one_rank_that_cannot_fuse_leaves_all_with_one_shot_sums(step, tmp_path):
+    results = run_world(2, fused.choice, str(tmp_path), step)
+    for found in results:
+        assert not found["fused"] and found["sums"] == "one-shot"
+        taken = {"asking": [], "norm": FUSED_STEPS}
+        wanted = taken.get(
+            step, FUSED_STEPS[: FUSED_STEPS.index(step) + 1] if step in FUSED_STEPS else []
+        )
+        assert found["steps"] == wanted, "nobody goes on after a failure"
+        assert found["hidden"] == [[3.0] * 4] and found["memory"] == (0, 0)
+    if step == "asking":
+        assert not results[0]["logged"], "nobody asked, so nobody is warned"
+        return
+    reason = "are wrong" if step == "norm" else f"no {step} here"
+    assert len(results[0]["logged"]) == 1 and reason in results[0]["logged"][0]
+    assert not results[1]["logged"], "one rank says it"
+
+
+def test_a_compiled_block_is_one_graph_whatever_the_size(tmp_path):
+    assert run_world(2, fused.graphs, str(tmp_path)) == [1, 1]
+
+
+def test_a_split_drafter_goes_on_with_its_norms_and_drafts_the_same(tmp_path):
+    alone = fused.generation(None, "")
+    for found in run_world(2, fused.generation, str(tmp_path)):
+        with_norms, without = found[True], found[False]
+        assert with_norms["ids"] == without["ids"] == alone[True]["ids"]
+        assert with_norms["sums"] == "one-shot, fused with norms" and without["sums"] == "one-shot"
+        # Behind attention and behind the MLP, whenever the drafter's block runs.
+        assert with_norms["kernels"] == 2 * with_norms["blocks"] > 10
+        assert without["kernels"] == 0 and with_norms["bytes"] == without["bytes"]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOADED = [
-    f"tests.parallel.{name}" for name in ("cases", "one_shot", "pieces", "shares", "unrest")
+    f"tests.parallel.{name}"
+    for name in ("cases", "fused", "one_shot", "pieces", "shares", "unrest")
 ]
 
 
