@@ -235,7 +235,7 @@ def attend(
 ) -> torch.Tensor:
     """Store the rows' K/V in their slots, then attend: ``[R, Hq, D]`` -> ``[R, Hq, Dv]``.
 
-    ``options`` go to `ops.tree_attention` or `ops.paged_attention`.
+    ``options`` go to the attention operator (`cache.layer`).
     """
     groups = query_RHD.shape[1] // key_RHD.shape[1]
     own = step.layer(*pool.pair(layer, key_RHD, value_RHD), groups, sliding_window)

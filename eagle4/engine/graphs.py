@@ -156,6 +156,14 @@ def is_compiled(mode: str, device: torch.device) -> bool:
     return mode == "on" or (mode == "auto" and device.type != "cpu")
 
 
+def compiled(function: Callable, falls_back: bool = True) -> Callable:
+    """``function`` compiled as one graph, sizes symbolic; eagerly, with a warning, if it cannot be.
+
+    A separate compilation for every call of this, even of one function.
+    """
+    return _Compiled(function, falls_back)
+
+
 def num_compiled() -> int:
     """Graphs that this process has compiled so far, for telling a warm-up from a round."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -26,8 +26,9 @@ class TrainConfig:
     average off. ``max_skipped`` non-finite steps end the run with an error. ``precision``:
     ``"bfloat16"`` multiplies in bf16 under autocast, weights and optimiser state stay float32;
     ``"auto"`` does so where the device is fast at it. ``recompute``: activations of a depth are
-    computed again in the backward pass instead of kept. ``sharding`` with several processes:
-    ``"replicate"`` (DDP) or ``"shard"`` (FSDP2).
+    computed again in the backward pass instead of kept. ``compile``: the depths run as compiled
+    graphs, which costs minutes before the first step; not with ``"shard"``. ``sharding`` with
+    several processes: ``"replicate"`` (DDP) or ``"shard"`` (FSDP2).
 
     Every ``eval_every`` steps ``eval_runs`` held-out runs are scored ``eval_depths`` deep, and the
     engine decodes ``decode_prompts`` held-out prompts (0: none) for ``decode_tokens`` tokens; the
@@ -71,6 +72,7 @@ class TrainConfig:
     max_skipped: int = 20
     precision: str = "auto"
     recompute: bool = False
+    compile: bool = False
     sharding: str = "replicate"
     balance_rate: float = 1e-3
     balance_loss: float = 0.0
@@ -94,6 +96,8 @@ class TrainConfig:
             raise ValueError(f"lora_rank must be 0 or more, got {self.lora_rank}")
         if self.lora_rank and (self.recompute or self.sharding == "shard"):
             raise ValueError('lora_rank goes neither with recompute nor with sharding="shard"')
+        if self.compile and self.sharding == "shard":
+            raise ValueError('compile=True does not go with sharding="shard", whose hooks gather')
         for name in _FRACTIONS:
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..drafter.model import Eagle4Drafter
+from .compiled import compiled_depths
 from .distributed import Workers
 from .features import FeatureStore
 from .heads import Columns, loss_heads, teacher_is_kept
@@ -77,7 +78,8 @@ def run_loss(
     With a reduced vocabulary, rows whose teacher prefers a token outside of it are left out
     (``count_K`` still counts them: they are few, and every process knows it).
     """
-    head_BKMH = unroll(drafter, runs, recompute=config.recompute)
+    depths = compiled_depths(drafter, config.num_depths) if config.compile else None
+    head_BKMH = unroll(drafter, runs, config.recompute, depths)
     valid_BKM = runs.valid_BKM
     kept_BJ = teacher_is_kept(drafter, runs.teacher_BJH)
     if kept_BJ is not None:

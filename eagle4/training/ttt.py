@@ -17,6 +17,7 @@ section 3.2; the anchored form is TorchSpec's.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -43,10 +44,16 @@ class Runs(NamedTuple):
     valid_BKM: torch.Tensor  # bool, x_{t+2+k} and every prediction before it is supervised
 
 
-def unroll(drafter: Eagle4Drafter, runs: Runs, recompute: bool = False) -> torch.Tensor:
+def unroll(
+    drafter: Eagle4Drafter,
+    runs: Runs,
+    recompute: bool = False,
+    depths: Sequence[Callable] | None = None,
+) -> torch.Tensor:
     """Head inputs ``[B, K, M, H]`` of every anchor at every depth.
 
     ``recompute``: keep no activations inside a depth, compute them again in the backward pass.
+    ``depths``: compiled forms of `unroll_depth`, one for every depth.
     """
     keep_BP = context_mask(runs.length_B)
     fused_NH = drafter.fuse(runs.feature_NTH)
@@ -56,7 +63,8 @@ def unroll(drafter: Eagle4Drafter, runs: Runs, recompute: bool = False) -> torch
     )
     heads, private = [], []
     for k in range(runs.token_BKM.shape[1]):
-        depth = partial(_depth, drafter, runs, k, base, keep_BP)
+        step = unroll_depth if depths is None else depths[k]
+        depth = partial(step, drafter, runs, k, base, keep_BP)
         if recompute and torch.is_grad_enabled():
             head, state_BMH, *own = checkpoint(depth, state_BMH, *private, use_reentrant=False)
         else:
@@ -67,7 +75,7 @@ def unroll(drafter: Eagle4Drafter, runs: Runs, recompute: bool = False) -> torch
     return torch.stack(heads, dim=1)
 
 
-def _depth(
+def unroll_depth(
     drafter: Eagle4Drafter,
     runs: Runs,
     k: int,
