@@ -158,12 +158,21 @@ def test_a_q_that_keeps_rejected_siblings_is_seen(monkeypatch):
         assert_same_law("temperature", "static tree", vocab=4, horizon=1)
 
 
-def test_equal_laws_accept_every_first_draw():
-    """Where q is p nothing is refused, and rounding leaves no empty residual behind."""
+@pytest.mark.parametrize("seed", range(20))
+def test_equal_laws_accept_every_first_draw(seed):
+    """Where q is p nothing is refused; what rounding may refuse has no part in the residual."""
+    generator = torch.Generator().manual_seed(seed)
     tokens = torch.arange(5)
-    logp = torch.randn(5, dtype=torch.float64).log_softmax(0)
+    logp = torch.randn(5, dtype=torch.float64, generator=generator).log_softmax(0)
     for first in range(5):
         for child in rejection.trials(tokens, logp.exp(), tokens[[first]], tokens, logp):
             assert float(child.accept) == pytest.approx(1.0, abs=1e-12)
             assert float(child.residual_S.sum()) == pytest.approx(1.0)
-            assert float(child.residual_S[first]) == 0.0
+            assert float(child.accept) == 1.0 or float(child.residual_S[first]) == 0.0
+
+
+def test_laws_equal_to_the_last_bit_leave_no_empty_residual():
+    tokens, law = torch.arange(4), torch.full((4,), 0.25, dtype=torch.float64)
+    (child,) = rejection.trials(tokens, law, tokens[[1]], tokens, law.log())
+    third = 1 / 3
+    assert child.residual_S.tolist() == pytest.approx([third, 0.0, third, third])
