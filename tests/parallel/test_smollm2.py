@@ -47,6 +47,9 @@ def answers(ranks: Ranks | None, drafter: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_smollm2_on_three_ranks_answers_as_on_one(demo_target, demo_drafter_path):
     wanted = answers(None, str(demo_drafter_path))
+    lengths = {name: value for name, value in wanted.items() if name.startswith("accept")}
+    assert max(lengths.values()) > 2
     for own in run_world(3, answers, str(demo_drafter_path), timeout_s=300.0, limit_s=1500.0):
-        assert own == wanted
-    assert max(v for k, v in wanted.items() if k.startswith("accept")) > 2
+        # The drafter's near ties may fall otherwise when sums are split; texts never do.
+        assert {name: own.pop(name) for name in lengths} == pytest.approx(lengths, rel=0.1)
+        assert own == {name: value for name, value in wanted.items() if name not in lengths}
