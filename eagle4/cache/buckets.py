@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..ops.sizes import power_of_2
+
 if TYPE_CHECKING:
     from .step import Window
 
@@ -16,19 +18,14 @@ LEAST_ENTRIES = 128  # of a context
 MOST_ROWS = 65  # of a sequence; more keep a device busy whatever launches them
 
 
-def round_up(size: int, least: int = 1) -> int:
-    """The next power of two, at least ``least``."""
-    return max(least, 1 << (size - 1).bit_length())
-
-
 def bucket_length(length: int, bucketed: bool) -> int:
     """Of a context; as it is, unless ``bucketed``."""
-    return round_up(length, LEAST_ENTRIES) if bucketed else length
+    return max(power_of_2(length), LEAST_ENTRIES) if bucketed else length
 
 
 def bucket_rows(rows: int) -> int:
     """A root and a power of two of nodes; as they are, beyond `MOST_ROWS`."""
-    return rows if rows < 2 or rows > MOST_ROWS else 1 + round_up(rows - 1)
+    return rows if rows < 2 or rows > MOST_ROWS else 1 + power_of_2(rows - 1)
 
 
 def repeat_first(rows: torch.Tensor, count: int) -> torch.Tensor:

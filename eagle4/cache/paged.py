@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..ops import PagedView, pack_bits
-from .buckets import round_up
+from ..ops.sizes import power_of_2
 from .pages import PageTable
 
 if TYPE_CHECKING:
@@ -46,4 +46,4 @@ def paged_view(
 def page_lists(table: PageTable, sequences: list[int], bucketed: bool) -> list[list[int]]:
     """All pages of every sequence, as many as the longest list; ``bucketed``: a power of two."""
     longest = max(len(table.pages[sequence]) for sequence in sequences)
-    return table.padded(sequences, round_up(longest) if bucketed else None)
+    return table.padded(sequences, power_of_2(longest) if bucketed else None)

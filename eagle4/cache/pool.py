@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..ops import has_kernels, move_rows, row_addresses
-from .buckets import round_up
+from ..ops.sizes import power_of_2
 
 if TYPE_CHECKING:
     from .recurrent import RecurrentPool
@@ -42,7 +42,7 @@ class KVPool:
 
     @property
     def _rows(self) -> int:
-        return round_up(self.num_slots) if self._is_roomy else self.num_slots
+        return power_of_2(self.num_slots) if self._is_roomy else self.num_slots
 
     def pair(
         self, layer: int, key_RHD: torch.Tensor, value_RHD: torch.Tensor

@@ -164,16 +164,9 @@ def build_step(
     rows = [window.visible.shape[0] for window in windows]
     lengths = [window.prefix + window.visible.shape[1] for window in windows]
     most, longest = max(rows), bucket_length(max(lengths), bucketed)
-    slots: list[int] = []
-    for window, count in zip(windows, rows, strict=True):
-        first = window.prefix + window.offset
-        slots += table.slots(window.sequence, first, first + count)
-    position_R = torch.cat([w.position[w.offset : w.offset + w.visible.shape[0]] for w in windows])
-    pad_BM = unpad_R = None
-    if len(windows) > 1:
-        pad_BM, unpad_R = _padding(rows, most, device)
+    rows_in = _packed(table, windows, rows, device)
+    _, position_R, pad_BM, _ = rows_in
     query_position_BM = position_R.unsqueeze(0) if pad_BM is None else position_R[pad_BM]
-    rows_in = torch.tensor(slots, device=device), position_R, pad_BM, unpad_R
     lineage = Lineage(windows, is_prompt)
     if has_kernels(device) if paged is None else paged:
         view = paged_view(table, windows, query_position_BM, bucketed)
@@ -191,6 +184,19 @@ def build_step(
     run, slot_BL = spans(table, spanned, longest, device, gathers, bucketed)
     keys_in = visible_BML, query_position_BM, key_position_BL, run, slot_BL
     return AttentionStep(*rows_in, *keys_in, lineage)
+
+
+def _packed(table: PageTable, windows: list[Window], rows: list[int], device: torch.device):
+    """Slots and positions of the rows, and how they are padded to equally many per sequence."""
+    slots: list[int] = []
+    for window, count in zip(windows, rows, strict=True):
+        first = window.prefix + window.offset
+        slots += table.slots(window.sequence, first, first + count)
+    position_R = torch.cat([w.position[w.offset : w.offset + w.visible.shape[0]] for w in windows])
+    pad_BM = unpad_R = None
+    if len(windows) > 1:
+        pad_BM, unpad_R = _padding(rows, max(rows), device)
+    return torch.tensor(slots, device=device), position_R, pad_BM, unpad_R
 
 
 def _nothing(position_BM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

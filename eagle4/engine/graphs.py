@@ -156,12 +156,12 @@ def is_compiled(mode: str, device: torch.device) -> bool:
     return mode == "on" or (mode == "auto" and device.type != "cpu")
 
 
-def compiled(function: Callable, falls_back: bool = True) -> Callable:
+def compiled(function: Callable) -> Callable:
     """``function`` compiled as one graph, sizes symbolic; eagerly, with a warning, if it cannot be.
 
     A separate compilation for every call of this, even of one function.
     """
-    return _Compiled(function, falls_back)
+    return _Compiled(function)
 
 
 def num_compiled() -> int:

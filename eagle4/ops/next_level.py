@@ -50,7 +50,7 @@ def best_offer(
             horizons,
         )
     survival_ZOM = _survivals(drafted_ZM, child_ZBKJ, path_ZBH, min_width, horizons)
-    worth_ZO = _best_worth(survival_ZOM, token_ns_Z, verify_ns_ZR)
+    worth_ZO = best_worth(survival_ZOM, token_ns_Z, verify_ns_ZR)
     gain_ZO = worth_ZO[:, 1:] - worth_ZO[:, :1] - offer_ns_ZO
     gain_Z = gain_ZO.amax(dim=1).clamp_min(0)
     # argmax is not the first of equals on every device; the first is the smallest index.
@@ -87,19 +87,13 @@ def _survivals(
 
 
 def best_worth(
-    survival_ZM: torch.Tensor, token_ns_Z: torch.Tensor, verify_ns_ZR: torch.Tensor
-) -> torch.Tensor:
-    """int64 ``[Z]``: the largest net worth, at least 0.
-
-    ``survival_ZM`` int64 in 2^-30, any order, 0 for nothing; ``verify_ns_ZR``: cost with 0, 1, ...
-    R - 1 nodes.
-    """
-    return _best_worth(survival_ZM.unsqueeze(1), token_ns_Z, verify_ns_ZR)[:, 0]
-
-
-def _best_worth(
     survival_ZOM: torch.Tensor, token_ns_Z: torch.Tensor, verify_ns_ZR: torch.Tensor
 ) -> torch.Tensor:
+    """int64 ``[Z, O]``: the largest net worth of each of O sets of nodes, at least 0.
+
+    ``survival_ZOM`` int64 in 2^-30, any order, 0 for nothing; ``verify_ns_ZR``: cost with 0, 1, ...
+    R - 1 nodes.
+    """
     ordered_ZOM = survival_ZOM.sort(dim=2, descending=True).values
     return _net(ordered_ZOM, token_ns_Z, verify_ns_ZR).amax(dim=2).clamp_min(0)
 

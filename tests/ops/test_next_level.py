@@ -44,7 +44,7 @@ def test_worth_and_choice_by_hand():
     half = 1 << 29
     survival = torch.tensor([[[half, half // 2, 0], [half, 1, 0]]])
     token, verify = torch.tensor([100]), torch.tensor([[0, 10, 20, 60, 100]])
-    assert best_worth(survival.flatten(1), token, verify).tolist() == [80]
+    assert best_worth(survival.flatten(1)[:, None], token, verify)[:, 0].tolist() == [80]
     chosen = choose_nodes(survival, token, verify, 2)
     assert chosen.tolist() == [[[True, False, False], [True, False, False]]]
     assert choose_nodes(survival, token, verify + torch.arange(5) * 99, 2).sum() == 0
