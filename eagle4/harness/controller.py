@@ -18,7 +18,7 @@ from .fixed_point import BITS, MOST_NS
 from .nodes import DraftRecord, Nodes
 from .outlook import Outlook, Outlooks, Shape
 from .policy import Prices
-from .regime import UNIT, Q, Regime
+from .regime import TRIAL, UNIT, Q, Regime
 from .report import HarnessReport, Round
 from .wide import WideNodes
 
@@ -206,7 +206,8 @@ class HarnessPolicy:
         the calibration promises, so that a load which once did badly is looked at again.
         """
         for size, regime in self._regimes.items():
-            gain, rate = regime.mean, _USUAL_RATE
+            # A few rounds, as where a batch runs out, say little about a whole call.
+            gain, rate = regime.mean, _USUAL_RATE * min(regime.rounds, TRIAL) / TRIAL
             if not regime.rounds:
                 gain, rate = max(self._known[size], gain), _REVISIT_RATE
             self.experience.fold_gain(size, min(gain, UNIT) / UNIT, rate)

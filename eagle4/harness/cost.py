@@ -13,8 +13,9 @@ Measured once (`engine.measure`), then followed online: a group of surfaces that
 (target, drafter, host) shares one factor, the median of the last measured / predicted ratios. A
 machine that slows down therefore slows plain decoding and verification alike, although only one of
 them is being measured. What that hides, plain decoding being cheaper than the table says next to
-verification, shows in plain rounds between speculative ones (`compare_plain`). Shapes drift slowly,
-one grid point at a time.
+verification, shows in plain rounds between speculative ones (`compare_plain`). What nodes add is
+learned as a line per size of the batch (`node_line`). Shapes drift slowly, one grid point at a
+time.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
 
+from .node_line import NodeLine
 from .surface import Surface
 
 KINDS = ("verify", "plain", "root", "level", "finish")
@@ -42,6 +44,7 @@ _SHAPE_RATE = 0.02  # how fast a grid point follows what remains after the facto
 _COMPARED = 5  # plain rounds between speculative ones that their ratio is the median of
 _OFF = 1.5  # a factor beyond this speaks against the measurement
 _OUTLIER = 2.0  # a ratio this far from the factor says nothing about the shape
+_STRAIGHT = NodeLine()  # of loads that never verified a node
 
 
 class CostTable:
@@ -68,8 +71,10 @@ class CostTable:
         self.frozen = frozen
         self.factors = dict.fromkeys(sorted(set(GROUPS.values())), 1.0)
         self.version = 0  # changes whenever a predicted cost does
-        # By size of the batch in bits: measured / predicted plain rounds, while speculating.
+        # By size of the batch in bits: measured / predicted plain rounds, while speculating; and
+        # what nodes add.
         self._compared: dict[int, deque[float]] = {}
+        self._lines: dict[int, NodeLine] = {}
         self._ratios = {group: deque(maxlen=_WINDOW) for group in self.factors}
         self._curves: dict[tuple[int, int, int], list[int]] = {}
 
@@ -120,19 +125,33 @@ class CostTable:
             if len(self._curves) > 64:
                 self._curves.clear()
             plain = int(self._follow("plain", num_sequences, context))
-            base = self.cost_ns("verify", num_sequences, context)
-            curve = [
-                plain + max(self.cost_ns("verify", num_sequences + nodes, context) - base, 0)
-                for nodes in range(most + 1)
-            ]
+            line = self.node_line(num_sequences)
+            added = (self._added_ns(num_sequences, n, context) for n in range(1, most + 1))
+            curve = [plain, *(int(line.offset * plain + line.slope * ns) for ns in added)]
             curve = list(accumulate(curve, max))
             self._curves[key] = curve
         return curve[: most + 1]
 
+    def node_line(self, num_sequences: int) -> NodeLine:
+        """What nodes add at this load, next to what the surface says."""
+        return self._lines.get(num_sequences.bit_length(), _STRAIGHT)
+
+    def _added_ns(self, num_sequences: int, nodes: int, context: int) -> int:
+        """What the surface says that ``nodes`` nodes add."""
+        base = self.cost_ns("verify", num_sequences, context)
+        return max(self.cost_ns("verify", num_sequences + nodes, context) - base, 0)
+
     def refine_verify(self, num_sequences: int, nodes: int, context: int, measured_ns: int) -> None:
         """Learn from a measured verification of ``nodes`` nodes in all."""
+        if self.frozen or measured_ns <= 0:
+            return
         rows = num_sequences + nodes
-        predicted = self.verify_curve(num_sequences, nodes, context)[-1]
+        curve = self.verify_curve(num_sequences, nodes, context)
+        plain, predicted = curve[0], curve[-1]
+        if nodes:
+            line = self._lines.setdefault(num_sequences.bit_length(), NodeLine())
+            added = self._added_ns(num_sequences, nodes, context)
+            self.version += line.observe(added / plain, measured_ns / plain)
         # In proportion: the surface is corrected by the ratio that the whole was off by.
         own = self.cost_ns("verify", rows, context)
         self.refine("verify", rows, context, max(1, measured_ns * own // predicted))

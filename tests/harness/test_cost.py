@@ -5,6 +5,8 @@ verification was measured on a slow moment, frozen tables that learn.
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from eagle4.harness import CostTable
@@ -100,3 +102,40 @@ def test_a_frozen_table_does_not_learn():
 def test_a_missing_surface_is_named():
     with pytest.raises(ValueError, match="finish"):
         CostTable({kind: Surface.linear(1, 1) for kind in ("verify", "plain", "root", "level")})
+
+
+def _rounds_of(table, true_ns, rounds, seed, load=8):
+    """Verifications of 2 to 30 nodes whose true cost is ``true_ns(nodes)``, with 5 % of noise."""
+    random = Random(seed)
+    for _ in range(rounds):
+        nodes = random.randint(2, 30)
+        table.refine_verify(load, nodes, 1, int(true_ns(nodes) * random.gauss(1, 0.05)))
+
+
+@pytest.mark.parametrize("steep", [0.5, 1.0, 1.7])
+@pytest.mark.parametrize("extra", [0.0, 0.2])
+def test_what_nodes_add_is_learned_from_rounds_of_many_sizes(steep, extra):
+    table = CPU.table()
+    plain = table.cost_ns("plain", 8, 1)
+    row = (table.verify_curve(8, 30, 1)[30] - table.verify_curve(8, 10, 1)[10]) / 20
+    _rounds_of(table, lambda nodes: (1 + extra) * plain + steep * row * nodes, 300, seed=1)
+    curve = table.verify_curve(8, 30, 1)
+    assert (curve[30] - curve[10]) / 20 == pytest.approx(steep * row, rel=0.15)
+    assert curve[20] == pytest.approx((1 + extra) * plain + steep * row * 20, rel=0.03)
+    assert table.node_line(2).slope == 1, "other loads have lines of their own"
+
+
+def test_a_machine_that_is_slow_altogether_is_no_steeper_line():
+    table = CPU.table()
+    before = table.verify_curve(8, 30, 1)
+    _rounds_of(table, lambda nodes: 2 * before[nodes], 60, seed=2)
+    curve = table.verify_curve(8, 30, 1)
+    assert table.cost_ns("plain", 8, 1) == pytest.approx(2 * before[0], rel=0.1)
+    assert curve[20] == pytest.approx(2 * before[20], rel=0.05)
+
+
+def test_a_frozen_table_learns_no_line():
+    table = CPU.table(frozen=True)
+    before = table.verify_curve(8, 30, 1)
+    _rounds_of(table, lambda nodes: 3 * before[nodes], 60, seed=3)
+    assert table.verify_curve(8, 30, 1) == before
