@@ -57,12 +57,14 @@ def draft_loss(
     weight_BKM: torch.Tensor,
     kind: str = "forward_kl",
     eta: float = 3.0,
+    overlap_K: torch.Tensor | None = None,
     budget: int = LOGITS_BUDGET,
 ) -> DraftLoss:
     """Weighted loss that differentiates into ``head_BKMH`` and a trained head; loss of every row.
 
     ``teacher_BJH``: last states, J = M + K - 1; the row of depth k and anchor m is taught by row
-    m + k. ``eta``: lk_lambda weighs a depth's KL with ``exp(-eta * mean overlap)`` of its rows.
+    m + k. ``eta``: lk_lambda weighs a depth's KL with ``exp(-eta * mean overlap)``; ``overlap_K``
+    are these means, of the step before or of a step like it. Raises `ValueError` without them.
     """
     teacher_CH, student_CH = heads.teacher_CH, heads.student_CH
     if torch.is_autocast_enabled(teacher_CH.device.type):  # once, not in every product
@@ -71,7 +73,12 @@ def draft_loss(
         teacher_CH = teacher_CH.to(dtype)
         student_CH = teacher_CH if is_shared else student_CH.to(dtype)
     rows = max(1, budget // max(1, teacher_CH.shape[0] * head_BKMH.shape[1]))
-    job = (teacher_BJH, teacher_CH, heads.teacher_bias_C, weight_BKM, kind, eta, rows)
+    share_K = None
+    if kind == "lk_lambda":
+        if overlap_K is None:
+            raise ValueError("lk_lambda needs overlap_K, the mean overlap of every depth")
+        share_K = torch.exp(-eta * overlap_K)
+    job = (teacher_BJH, teacher_CH, heads.teacher_bias_C, weight_BKM, kind, share_K, rows)
     return DraftLoss(*_DraftLoss.apply(head_BKMH, student_CH, heads.student_bias_C, *job))
 
 
@@ -96,24 +103,23 @@ class _Scores:
 
     def __init__(
         self, head_BKMH, student_CH, student_bias_C, teacher_BJH, teacher_CH, teacher_bias_C,
-        weight_BKM, kind, eta, rows,
+        weight_BKM, kind, share_K, rows,
     ):  # fmt: skip
         self.head_BKMH, self.teacher_BJH, self.weight_BKM = head_BKMH, teacher_BJH, weight_BKM
         self.student, self.teacher = (student_CH, student_bias_C), (teacher_CH, teacher_bias_C)
-        self.kind, self.eta, self.rows = kind, eta, rows
+        self.kind, self.share_K, self.rows = kind, share_K, rows
         self.loss_BKM = torch.zeros_like(weight_BKM)
         self.overlap_BKM = torch.zeros_like(weight_BKM)
         self.grads: list[torch.Tensor | None] = [None, None, None]
 
     def run(self, needs_grad: tuple[bool, ...]) -> None:
-        share_K = self._kl_shares() if self.kind == "lk_lambda" else None
         needed = (self.head_BKMH, *self.student)
         self.grads = [
             torch.zeros_like(tensor, dtype=torch.float32) if needs and tensor is not None else None
             for tensor, needs in zip(needed, needs_grad, strict=False)
         ]
         for b, part in self._chunks():
-            self._add_gradients(b, part, self._score(b, part, self.kind, share_K))
+            self._add_gradients(b, part, self._score(b, part))
         dtype = self.head_BKMH.dtype
         self.grads[0] = None if self.grads[0] is None else self.grads[0].to(dtype)
 
@@ -124,7 +130,7 @@ class _Scores:
             for first in range(0, anchors, self.rows):
                 yield b, slice(first, min(first + self.rows, anchors))
 
-    def _score(self, b: int, part: slice, kind: str, share_K: torch.Tensor | None) -> torch.Tensor:
+    def _score(self, b: int, part: slice) -> torch.Tensor:
         """Note a chunk's losses and overlaps; returns weighted slopes in place of its products."""
         hidden_KMH = self.head_BKMH[b, :, part]
         depths, anchors = hidden_KMH.shape[:2]
@@ -134,9 +140,9 @@ class _Scores:
         # one product for all depths: the weights are read (and re-ordered, on a CPU) once
         scored_KMC = _product(hidden_KMH, self.student[0])
         for k, scored_MC in enumerate(scored_KMC):
-            share_M = None if share_K is None else share_K[k].expand(anchors)
+            share_M = None if self.share_K is None else self.share_K[k].expand(anchors)
             logits_MC = _logits(scored_MC, self.student[1])
-            found = divergence(logits_MC, logp_JC[k : k + anchors], kind, share_M, impl=impl)
+            found = divergence(logits_MC, logp_JC[k : k + anchors], self.kind, share_M, impl=impl)
             self.loss_BKM[b, k, part], self.overlap_BKM[b, k, part] = found[0], found[2]
             torch.mul(found.grad_RV, self.weight_BKM[b, k, part, None], out=scored_MC)
         return scored_KMC
@@ -151,14 +157,6 @@ class _Scores:
             grad_weight.addmm_(slope_RC.T.float(), hidden_RH.float())
         if grad_bias is not None:
             grad_bias += slope_KMC.sum((0, 1), dtype=torch.float32)
-
-    def _kl_shares(self) -> torch.Tensor:
-        """``exp(-eta * mean overlap)`` of every depth, over the rows that count."""
-        for b, part in self._chunks():
-            self._score(b, part, "tv", None)
-        counted_BKM = self.weight_BKM > 0
-        mean_K = (self.overlap_BKM * counted_BKM).sum((0, 2)) / counted_BKM.sum((0, 2)).clamp_min(1)
-        return torch.exp(-self.eta * mean_K)
 
 
 def _product(hidden: torch.Tensor, weight_CH: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,7 @@ class TrainState(NamedTuple):
     seconds: float = 0.0
     skipped: int = 0
     best: float = 0.0  # accept length of the best checkpoint
+    overlap: tuple[float, ...] = ()  # mean acceptance chance of the last step, by depth
 
 
 def _fingerprint(config) -> dict:
@@ -102,7 +103,8 @@ def load_state(
                 with torch.no_grad():
                     places[kind][rest].copy_(like(value, places[kind][rest]))
     fields = json.loads(meta["state"])
-    return TrainState(**{**fields, "position": Position(*fields["position"])})
+    fields["position"] = Position(*fields["position"])
+    return TrainState(**{**fields, "overlap": tuple(fields.get("overlap", ()))})
 
 
 def _check_names(found, params, extra, path: Path) -> None:

@@ -72,8 +72,9 @@ def run_loss(
     weight_K: torch.Tensor,
     count_K: torch.Tensor,
     config: TrainConfig,
+    overlap_K: torch.Tensor | None = None,
 ) -> RunLoss:
-    """Unroll the drafter over a micro-batch and score it.
+    """Unroll the drafter over a micro-batch and score it; ``overlap_K``: see `draft_loss`.
 
     With a reduced vocabulary, rows whose teacher prefers a token outside of it are left out
     (``count_K`` still counts them: they are few, and every process knows it).
@@ -88,7 +89,8 @@ def run_loss(
         valid_BKM = valid_BKM & torch.stack(kept, dim=1)
     weight_BKM = row_weights(valid_BKM, weight_K, count_K).float()
     heads = loss_heads(drafter, columns)
-    found = draft_loss(head_BKMH, runs.teacher_BJH, heads, weight_BKM, config.loss, config.lk_eta)
+    kind = (config.loss, config.lk_eta, overlap_K)
+    found = draft_loss(head_BKMH, runs.teacher_BJH, heads, weight_BKM, *kind)
     total = found.total
     if config.balance_loss:
         total = total + config.balance_loss * auxiliary_loss(drafter, count_K)

@@ -25,6 +25,7 @@ CASES = {
     "ddp": ({"optimizer": "adamw"}, 0),
     "fsdp2": ({"optimizer": "muon", "sharding": "shard"}, 0),
     "experts": ({"optimizer": "muon"}, 4),
+    "lk": ({"loss": "lk_lambda"}, 0),
 }
 
 

@@ -28,14 +28,14 @@ def case(seed=0, bias=False, scale=1.0, own=False):
 
 
 def reference(head_BKMH, teacher_BJH, heads, weight_BKM, kind, eta=3.0):
-    """The definition in float64 through autograd: (total, slopes of states, head and bias)."""
+    """The definition in float64 through autograd: (mean overlaps, total, slopes of states, head, bias)."""
     hidden = head_BKMH.detach().double().requires_grad_()
     student = heads.student_CH.detach().double().requires_grad_()
     zeros = torch.zeros(len(student), dtype=torch.float64)
     bias = (zeros if heads.student_bias_C is None else heads.student_bias_C.detach()).double()
     bias.requires_grad_()
     teacher_bias = zeros if heads.teacher_bias_C is None else heads.teacher_bias_C.double()
-    total = torch.zeros((), dtype=torch.float64)
+    total, overlaps = torch.zeros((), dtype=torch.float64), []
     for k in range(K):
         teacher = teacher_BJH[:, k : k + M].double() @ heads.teacher_CH.detach().double().T
         logp = (teacher + teacher_bias).log_softmax(-1)
@@ -44,7 +44,8 @@ def reference(head_BKMH, teacher_BJH, heads, weight_BKM, kind, eta=3.0):
         overlap, m = torch.minimum(p, q).sum(-1), (p + q) / 2
         kl, weight = (p * (logp - logq)).sum(-1), weight_BKM[:, k]
         rows = weight > 0
-        share = torch.exp(-eta * overlap[rows].mean()).detach()
+        overlaps.append(overlap[rows].mean().detach())
+        share = torch.exp(-eta * overlaps[-1])
         loss = {
             "forward_kl": kl,
             "reverse_kl": (q * (logq - logp)).sum(-1),
@@ -56,7 +57,7 @@ def reference(head_BKMH, teacher_BJH, heads, weight_BKM, kind, eta=3.0):
         }[kind]
         total = total + (weight * loss).sum()
     total.backward()
-    return total.detach(), hidden.grad, student.grad, bias.grad
+    return torch.stack(overlaps).float(), total.detach(), hidden.grad, student.grad, bias.grad
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,9 +67,10 @@ def test_value_and_gradients_match_float64(kind, budget):
     hidden = head_BKMH.clone().requires_grad_()
     own, bias = heads.student_CH.requires_grad_(), heads.student_bias_C.clone().requires_grad_()
     scored = heads._replace(student_CH=own, student_bias_C=bias)
-    found = draft_loss(hidden, teacher_BJH, scored, weight_BKM, kind, budget=budget)
+    overlap_K, total, *slopes = reference(head_BKMH, teacher_BJH, heads, weight_BKM, kind)
+    given = {"overlap_K": overlap_K, "budget": budget}
+    found = draft_loss(hidden, teacher_BJH, scored, weight_BKM, kind, **given)
     (2 * found.total).backward()
-    total, *slopes = reference(head_BKMH, teacher_BJH, heads, weight_BKM, kind)
     torch.testing.assert_close(found.total.double(), total, rtol=1e-5, atol=1e-6)
     for tensor, slope in zip((hidden, own, bias), slopes, strict=True):
         torch.testing.assert_close(tensor.grad.double(), 2 * slope, rtol=1e-3, atol=2e-5)
@@ -80,9 +82,15 @@ def test_a_borrowed_head_gets_no_gradient(scale):
     head_BKMH, teacher_BJH, heads, weight_BKM = case(scale=scale)
     hidden = head_BKMH.clone().requires_grad_()
     draft_loss(hidden, teacher_BJH, heads, weight_BKM).total.backward()
-    wanted = reference(head_BKMH, teacher_BJH, heads, weight_BKM, "forward_kl")[1]
+    wanted = reference(head_BKMH, teacher_BJH, heads, weight_BKM, "forward_kl")[2]
     torch.testing.assert_close(hidden.grad.double(), wanted, rtol=1e-3, atol=1e-5)
     assert heads.teacher_CH.grad is None
+
+
+def test_lk_lambda_needs_the_overlap_that_it_weighs_with():
+    head_BKMH, teacher_BJH, heads, weight_BKM = case()
+    with pytest.raises(ValueError, match="overlap_K"):
+        draft_loss(head_BKMH, teacher_BJH, heads, weight_BKM, "lk_lambda")
 
 
 def test_depth_weights_sum_to_one_and_decay():

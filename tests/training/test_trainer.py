@@ -66,9 +66,12 @@ def test_bf16_products_keep_fp32_weights_and_nearly_the_loss(tmp_path, target, s
     assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=2e-2)
 
 
-@pytest.mark.parametrize(("optimizer", "noise"), [("muon", 0.1), ("adamw", 0.0)])
-def test_resumed_run_is_bit_identical(tmp_path, target, store, optimizer, noise):
-    config = dataclasses.replace(QUICK, optimizer=optimizer, feature_noise=noise)
+LOSSES = [("muon", 0.1, "forward_kl"), ("adamw", 0.0, "lk_lambda")]
+
+
+@pytest.mark.parametrize(("optimizer", "noise", "loss"), LOSSES)
+def test_resumed_run_is_bit_identical(tmp_path, target, store, optimizer, noise, loss):
+    config = dataclasses.replace(QUICK, optimizer=optimizer, feature_noise=noise, loss=loss)
     straight = Trainer(tiny_drafter(target), store, tmp_path / "a", config)
     straight.train()
 
