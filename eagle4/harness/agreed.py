@@ -7,6 +7,7 @@ measured afterwards is kept back and applied by all ranks after the same round, 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ class AgreedTable(CostTable):
             fingerprint=first.fingerprint,
             frozen=any(table.frozen for table in tables),
         )
+        self._lines = copy.deepcopy(first._lines)  # as good as any, and the same for all
         self._largest = largest
         self._held: list[tuple[str, tuple[Any, ...], int]] = []  # method, arguments, measured
         self._applies = False

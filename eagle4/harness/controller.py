@@ -69,8 +69,7 @@ class HarnessPolicy:
         is_check = speculative and not self.table.frozen and regime.is_check_due(compared)
         speculative = speculative and not is_check
         self._round = Round(speculative, load, plain_ns=plain_ns, is_probe=regime.probing)
-        self._round.is_check = is_check
-        self._round.is_hopeless = is_hopeless
+        self._round.is_check, self._round.is_hopeless = is_check, is_hopeless
         if not speculative:
             return Plan(False, 0, 0, 0)
         return Plan(True, self.config.max_depth, self.config.width, self.config.max_nodes)
@@ -164,9 +163,7 @@ class HarnessPolicy:
             done.rows = batch + verified
             done.cost_ns += self.table.verify_curve(batch, verified, context)[-1]
             self.table.refine_verify(batch, verified, context, target_ns)
-            if self._prices is not None:
-                self._learn(tokens)
-            self._record()
+            self._record([] if self._prices is None else self._learn(tokens))
         else:
             done.cost_ns += done.plain_ns
             learn = self.table.refine_plain if not done.is_check else self.table.compare_plain
@@ -179,15 +176,18 @@ class HarnessPolicy:
             self.experience.fade(BOOK_ROUNDS)
             self.book = self.experience.book(self.config.request_class)
 
-    def _learn(self, tokens: Sequence[Sequence[int]]) -> None:
+    def _learn(self, tokens: Sequence[Sequence[int]]) -> list[tuple[int, bool]]:
+        """From a round's nodes; what `Regime.record` wants to know of them."""
         done, nodes = self._round, self._nodes
         for b, (own, committed) in enumerate(zip(self._tokens, tokens, strict=False)):
             nodes.learn(b, own, committed, self.experience, self.config.request_class)
         accepted = (done.tokens - len(tokens)) << BITS
         self._accepted += accepted - (self._accepted >> 5)
         self._promised += done.promised_q30 - (self._promised >> 5)
+        chances = nodes.for_report().first_chances(self._chosen)
+        return [(p, len(new) > 1) for p, new in zip(chances, tokens, strict=False) if p]
 
-    def _record(self) -> None:
+    def _record(self, fits: Sequence[tuple[int, bool]]) -> None:
         """The gain of a speculative round."""
         done, load = self._round, self._load
         # Catching up after plain rounds is priced by the probe.
@@ -195,9 +195,7 @@ class HarnessPolicy:
         cost_ns = max(1, done.cost_ns - max(extra, 0))
         gain_ns = done.tokens * done.plain_ns // load.num_sequences - cost_ns
         gain = (gain_ns << Q) // done.plain_ns
-        accepted = done.tokens - load.num_sequences
-        regime = self._regimes[_size(load)]
-        regime.record(gain, done.tokens, cost_ns, accepted, done.promised_q30)
+        self._regimes[_size(load)].record(gain, done.tokens, cost_ns, fits)
 
     def finish(self) -> None:
         """The call is over: fold what was typical into the experience.
@@ -206,9 +204,10 @@ class HarnessPolicy:
         the calibration promises, so that a load which once did badly is looked at again.
         """
         for size, regime in self._regimes.items():
-            # A few rounds, as where a batch runs out, say little about a whole call.
-            gain, rate = regime.mean, _USUAL_RATE * min(regime.rounds, TRIAL) / TRIAL
-            if not regime.rounds:
+            gain, rate = regime.mean, _USUAL_RATE
+            if regime.speculating:  # few rounds, as where a batch runs out, say little
+                rate *= min(regime.rounds, TRIAL) / TRIAL
+            elif not regime.rounds:
                 gain, rate = max(self._known[size], gain), _REVISIT_RATE
             self.experience.fold_gain(size, min(gain, UNIT) / UNIT, rate)
 

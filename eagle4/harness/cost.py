@@ -199,6 +199,7 @@ class CostTable:
             "fingerprint": self.fingerprint,
             "factors": {group: round(f, 4) for group, f in self.factors.items()},
             "surfaces": {kind: s.to_dict() for kind, s in self.surfaces.items()},
+            "node_lines": {str(size): line.sums for size, line in self._lines.items()},
         }
 
     @classmethod
@@ -207,9 +208,13 @@ class CostTable:
         if values["unit"] != "ns":
             raise ValueError(f"a cost table in {values['unit']!r} is not understood; it must be ns")
         surfaces = {kind: Surface.from_dict(s) for kind, s in values["surfaces"].items()}
-        return cls(
+        table = cls(
             surfaces,
             buckets=tuple(int(size) for size in values["buckets"]),
             fingerprint=dict(values["fingerprint"]),
             frozen=frozen,
         )
+        # Profiles of older versions have none.
+        lines = values.get("node_lines", {})
+        table._lines = {int(size): NodeLine([float(v) for v in s]) for size, s in lines.items()}
+        return table

@@ -15,6 +15,9 @@ load that always verifies as many nodes says nothing about it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import isfinite
+
 _MEMORY = 96  # rounds
 _DOUBT = 24.0  # rounds without anything left that a line begins with; they fade as others do
 _PRIOR = 0.1  # rounds times variance of `increment / plain` that are half believed
@@ -27,11 +30,20 @@ _STEP = 0.02  # changes below this are noise
 class NodeLine:
     """The line of one batch size: ``offset`` in plain rounds, ``slope`` in predicted increments."""
 
-    def __init__(self) -> None:
+    def __init__(self, sums: Sequence[float] = (_DOUBT, 0.0, 0.0, 0.0, 0.0, 0.0)) -> None:
+        """``sums``: what another line has seen. Raises `ValueError` for what no line has."""
+        if len(sums) != 6 or not all(map(isfinite, sums)):
+            raise ValueError(f"a line has six finite sums, got {sums}")
         self.offset = self.slope = 1.0
-        self._doubt, self._rounds = _DOUBT, 0.0
-        self._x = self._rest = 0.0  # means
-        self._xx = self._xy = 0.0  # sums around the means
+        self._doubt, self._rounds = sums[:2]
+        self._x, self._rest = sums[2:4]  # means
+        self._xx, self._xy = sums[4:]  # sums around the means
+        self._update()
+
+    @property
+    def sums(self) -> list[float]:
+        """What it has seen."""
+        return [self._doubt, self._rounds, self._x, self._rest, self._xx, self._xy]
 
     def observe(self, increment: float, measured: float) -> bool:
         """One verification with nodes, in units of a predicted plain round; is the line another?

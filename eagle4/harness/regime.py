@@ -10,10 +10,11 @@ stays near one hundredth of the time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isqrt
 
-from .fixed_point import BITS
+from .fixed_point import ONE
 
 Q = 20  # gains are integers in units of 2^-20 plain rounds
 UNIT = 1 << Q
@@ -28,9 +29,11 @@ TRIAL = 8  # rounds after which a bad start is noticed
 SERVES = 4  # calls like this one that what a trial teaches is good for
 FIRST_CHECK, LEAST_CHECK, CHECKS = 8, 32, 3  # rounds to plain rounds for comparison
 RATE_MEMORY = 128  # rounds that the price of a token remembers
-# So many accepted nodes were promised when none, one, ... was accepted: about 2 % of a Poisson law,
-# were the promises true.
-REFUTED = tuple(round(mean * 2**BITS) for mean in (4.0, 5.8, 7.5, 9.1))
+# Drafts that fit as often as promised, against drafts that fit five times less: odds, in 2^-30.
+SHARE = 5
+REFUTED = ONE // 50
+PROVEN = ONE << 20  # what a call has shown is forgotten beyond this
+SUREST = ONE - ONE // 5  # of a text that it has not seen, no calibration knows better
 
 
 @dataclass
@@ -52,8 +55,7 @@ class Regime:
     cost_ns: int = 0
     rounds: int = 0  # speculative ones
     # Since speculation began, with the call or with a probe:
-    accepted: int = 0  # nodes
-    promised: int = 0  # of them, in 2^-30
+    odds: int = ONE
     own: int = 0  # gain
 
     @classmethod
@@ -86,16 +88,17 @@ class Regime:
         )
 
     def record(
-        self, gain: int, tokens: int, cost_ns: int, accepted: int, promised_q30: int
+        self, gain: int, tokens: int, cost_ns: int, fits: Sequence[tuple[int, bool]] = ()
     ) -> None:
         """A speculative round: its gain, its committed tokens and its predicted cost.
 
-        ``accepted``, ``promised_q30``: nodes that were accepted, and that were expected to be.
+        ``fits``: the chance (2^-30) that a sequence's first token is a drafted one, and whether it
+        was. Deeper nodes are accepted or lost together, so they say little more.
         """
         self.rounds += 1
-        self.accepted += accepted
-        self.promised += promised_q30
         self.own += gain
+        for chance, hit in fits:
+            self._weigh(min(chance, SUREST), hit)
         self.count = min(self.count + 1, self.memory)
         delta = gain - self.mean
         self.mean += delta // self.count
@@ -142,8 +145,7 @@ class Regime:
     @property
     def is_losing(self) -> bool:
         """Significantly worse than plain, or far from what was promised since it began."""
-        few = self.accepted < len(REFUTED) and self.promised >= REFUTED[self.accepted]
-        if few and self.own < -UNIT:
+        if self.odds < REFUTED and self.own < -UNIT:
             return True
         error = isqrt(max(self.variance, 0) * UNIT // self.count)
         return self.mean < -MARGIN and self.mean + error < 0
@@ -157,7 +159,13 @@ class Regime:
     def _probe(self) -> None:
         self.speculating = self.probing = True
         self.mean, self.variance, self.count, self.spent = 0, PRIOR_VARIANCE, 1, 0
-        self.accepted = self.promised = self.own = 0
+        self.odds, self.own = ONE, 0
+
+    def _weigh(self, chance: int, hit: bool) -> None:
+        if hit:
+            self.odds = min(self.odds * SHARE, PROVEN)
+        else:
+            self.odds = self.odds * (ONE - chance) // (ONE - chance // SHARE)
 
     def _stop(self, loss: int) -> None:
         self.speculating = self.probing = False

@@ -5,6 +5,7 @@ verification was measured on a slow moment, frozen tables that learn.
 
 from __future__ import annotations
 
+import json
 from random import Random
 
 import pytest
@@ -139,3 +140,15 @@ def test_a_frozen_table_learns_no_line():
     before = table.verify_curve(8, 30, 1)
     _rounds_of(table, lambda nodes: 3 * before[nodes], 60, seed=3)
     assert table.verify_curve(8, 30, 1) == before
+
+
+def test_lines_outlast_a_process():
+    table = CPU.table()
+    before = table.verify_curve(8, 30, 1)
+    _rounds_of(table, lambda nodes: before[0] + (before[nodes] - before[0]) // 2, 200, seed=4)
+    again = CostTable.from_dict(json.loads(json.dumps(table.to_dict())))
+    assert again.node_line(8).slope == pytest.approx(table.node_line(8).slope, rel=0.02)
+    assert again.node_line(8).sums == table.node_line(8).sums
+    for wrong in ([1.0], [float("nan")] * 6):
+        with pytest.raises(ValueError, match="six finite"):
+            CostTable.from_dict({**table.to_dict(), "node_lines": {"4": wrong}})

@@ -28,7 +28,10 @@ def case(seed=0, bias=False, scale=1.0, own=False):
 
 
 def reference(head_BKMH, teacher_BJH, heads, weight_BKM, kind, eta=3.0):
-    """The definition in float64 through autograd: (mean overlaps, total, slopes of states, head, bias)."""
+    """The definition in float64 through autograd.
+
+    (mean overlap of every depth, total, slopes of states, head and bias)
+    """
     hidden = head_BKMH.detach().double().requires_grad_()
     student = heads.student_CH.detach().double().requires_grad_()
     zeros = torch.zeros(len(student), dtype=torch.float64)
