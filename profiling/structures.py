@@ -91,7 +91,7 @@ def compare(data: str | None, steps: int, folder: Path) -> dict[str, Any]:
         found[name] = {
             "tau_chain": metrics["tau_chain"],
             "tau_walk": metrics["tau_walk"],
-            "tau_measured": decode(drafter),
+            "tau_measured": decode(drafter).accept_length,
             "recall_first": metrics.get("recall_first"),
             "parameters": sum(p.numel() for p in drafter.parameters()),
             **measure(drafter),

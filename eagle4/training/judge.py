@@ -2,7 +2,8 @@
 
 Loss and accuracy keep improving where acceptance no longer does (trap J2), and a mismatch between
 training and serving shows in neither (J1). So the engine decodes fixed held-out prompts with the
-averaged weights, and the best checkpoint is the one whose measured accept length is longest.
+averaged weights, and the checkpoint that is kept is the last one whose measured accept length lies
+within one standard error of the longest: a few prompts cannot rank closer ones, training can.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from statistics import stdev
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -27,7 +29,15 @@ from .ttt import Runs
 if TYPE_CHECKING:
     from .trainer import Trainer
 
-Decode = Callable[[Eagle4Drafter], float]
+
+class Measured(NamedTuple):
+    """Mean accept length of decoded rounds, and the standard error of that mean."""
+
+    accept_length: float
+    error: float = 0.0
+
+
+Decode = Callable[[Eagle4Drafter], Measured]
 """A drafter to its measured accept length."""
 
 
@@ -48,7 +58,7 @@ class EngineDecode:
         self._ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts])
         self._mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
 
-    def __call__(self, drafter: Eagle4Drafter) -> float:
+    def __call__(self, drafter: Eagle4Drafter) -> Measured:
         config = copy.deepcopy(drafter.config)
         config.candidate_rank = 0
         served = Eagle4Drafter(config)
@@ -66,8 +76,11 @@ class EngineDecode:
                 do_sample=False,
                 pad_token_id=0,
             )
-        assert pair.last_speculation is not None
-        return pair.last_speculation.accept_length
+        done = pair.last_speculation
+        assert done is not None
+        accepted = [n for round_B in done.accepted_per_round for n in round_B]
+        error = stdev(accepted) / len(accepted) ** 0.5 if len(accepted) > 1 else 0.0
+        return Measured(done.accept_length, error)
 
 
 def held_out_prompts(store: FeatureStore, sequences: Sequence[int], count: int) -> list[list[int]]:
@@ -81,7 +94,7 @@ def held_out_prompts(store: FeatureStore, sequences: Sequence[int], count: int) 
 
 
 class Judge:
-    """Evaluates a trainer's averaged weights and keeps the best of them."""
+    """Evaluates a trainer's averaged weights and keeps the last of the best."""
 
     def __init__(self, trainer: Trainer, decode: Decode | None):
         self.trainer, self.decode = trainer, decode
@@ -104,7 +117,7 @@ class Judge:
         return self._batches
 
     def evaluate(self) -> dict[str, Any]:
-        """Held-out metrics of the averaged weights; saves the best. Empty without held-out data."""
+        """Held-out metrics of the averaged weights; may save them. Empty without held-out data."""
         trainer, workers = self.trainer, self.trainer.workers
         if not self.batches:
             return {}
@@ -112,14 +125,17 @@ class Judge:
         with torch.no_grad(), trainer.autocast():
             metrics = workers(partial(evaluate, batches=self.batches))
         drafter = whole_drafter(trainer.drafter)
+        found = Measured(metrics["tau_chain"])
         if self.decode is not None:
-            measured = self.decode(drafter) if workers.is_main else 0.0
-            metrics["tau_measured"] = workers.agree(measured)
-        score = metrics.get("tau_measured", metrics["tau_chain"])
-        if score > trainer.state.best:
-            trainer.state = trainer.state._replace(best=score)
+            found = self.decode(drafter) if workers.is_main else Measured(0.0)
+            found = Measured(*map(workers.agree, found))
+            metrics |= {"tau_measured": found.accept_length, "tau_error": found.error}
+        longest = max(trainer.state.best, found.accept_length)
+        if found.accept_length + found.error >= longest:
+            trainer.state = trainer.state._replace(kept=trainer.state.step)
             if workers.is_main:
                 drafter.save_pretrained(trainer.folder / "best")
+        trainer.state = trainer.state._replace(best=longest)
         trainer.swap_average()
         record = {"step": trainer.state.step, "seconds": round(trainer.seconds)}
         trainer.log({**record, "held_out": metrics})

@@ -125,16 +125,14 @@ def _start_batches(store: FeatureStore, config: TrainConfig, device: Any) -> Ite
 
 
 def _best(trainer: Trainer, last: dict[str, Any]) -> tuple[Eagle4Drafter, dict[str, Any]]:
-    """The best checkpoint's drafter with its metrics; the last one where it is the best."""
-    drafter = whole_drafter(trainer.drafter)
-    score = last.get("tau_measured", last.get("tau_chain", 0.0))
+    """The drafter of the checkpoint that was kept, with its metrics."""
+    drafter, step = whole_drafter(trainer.drafter), trainer.state.kept
     best = trainer.folder / "best"
-    if score < trainer.state.best and best.is_dir():
+    if step != trainer.state.step and best.is_dir():
         kept = Eagle4Drafter.from_pretrained(best, dtype=torch.float32)
         kept.to(next(trainer.drafter.parameters()).device)  # pyright: ignore
         drafter = kept.bind(drafter.embedding, drafter.target_head)
         records = read_rows(trainer.folder / "log.jsonl")
-        held_out = [r["held_out"] for r in records if "held_out" in r]
-        last = max(held_out, key=lambda m: m.get("tau_measured", m["tau_chain"]))
+        last = next(r["held_out"] for r in records if "held_out" in r and r["step"] == step)
     steps = {"steps": trainer.state.step, "train_seconds": round(trainer.seconds)}
     return drafter, {**last, **steps, "held_out_sequences": len(trainer.held_out)}

@@ -31,10 +31,11 @@ class TrainConfig:
     several processes: ``"replicate"`` (DDP) or ``"shard"`` (FSDP2).
 
     Every ``eval_every`` steps ``eval_runs`` held-out runs are scored ``eval_depths`` deep, and the
-    engine decodes ``decode_prompts`` held-out prompts (0: none) for ``decode_tokens`` tokens; the
-    best checkpoint is the one with the longest measured accept length, simulated where nothing is
-    decoded. ``balance_rate``: step of an MoE router's bias; ``balance_loss``: weight of its
-    auxiliary loss. ``trackers``: names that accelerate knows, such as ``"tensorboard"``.
+    engine decodes ``decode_prompts`` held-out prompts (0: none) for ``decode_tokens`` tokens; kept
+    is the last checkpoint within a standard error of the longest measured accept length, or the one
+    with the longest simulated length where nothing is decoded. ``balance_rate``: step of an MoE
+    router's bias; ``balance_loss``: weight of its auxiliary loss. ``trackers``: names that
+    accelerate knows, such as ``"tensorboard"``.
     """
 
     steps: int = 1000

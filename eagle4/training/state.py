@@ -31,7 +31,8 @@ class TrainState(NamedTuple):
     position: Position = Position(0, 0)
     seconds: float = 0.0
     skipped: int = 0
-    best: float = 0.0  # accept length of the best checkpoint
+    best: float = 0.0  # the longest accept length so far
+    kept: int = 0  # step of the checkpoint in "best"
     overlap: tuple[float, ...] = ()  # mean acceptance chance of the last step, by depth
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from eagle4.drafter.model import Eagle4Drafter
-from eagle4.training.judge import EngineDecode, held_out_prompts
+from eagle4.training.judge import EngineDecode, Measured, held_out_prompts
 from eagle4.training.trainer import Trainer
 from tests.training.small import VOCAB, tiny_drafter, tiny_store
 from tests.training.test_trainer import QUICK
@@ -37,8 +37,8 @@ def test_overfitting_one_sample_reaches_depth_plus_one(tmp_path, target):
     trainer.train()
     prompts = held_out_prompts(store, [0], 1)
     decode = EngineDecode(target, prompts, max_new_tokens=39, depth=4)
-    assert decode(trainer.drafter) > 4.5
-    assert decode(tiny_drafter(target)) < 2.0
+    assert decode(trainer.drafter).accept_length > 4.5
+    assert decode(tiny_drafter(target)).accept_length < 2.0
 
 
 def test_simulated_equals_measured_within_a_tenth(tmp_path, target):
@@ -57,20 +57,22 @@ def test_simulated_equals_measured_within_a_tenth(tmp_path, target):
     assert metrics["tau_measured"] == pytest.approx(metrics["tau_walk"], rel=0.1)
 
 
-def test_the_best_by_decoding_is_kept(tmp_path, target, store):
+@pytest.mark.parametrize(("error", "kept"), [(0.0, 1), (0.3, 1), (0.6, 2)])
+def test_the_last_within_an_error_of_the_best_is_kept(tmp_path, target, store, error, kept):
     scores = iter([1.5, 2.5, 2.0])
     trainer = Trainer(tiny_drafter(target), store, tmp_path, QUICK)
     seen = []
 
     def decode(drafter):
         seen.append(drafter.fc.weight.detach().clone())
-        return next(scores)
+        return Measured(next(scores), error)
 
     trainer.judge.decode = decode
     trainer.train()
     assert trainer.state.best == 2.5
     best = Eagle4Drafter.from_pretrained(tmp_path / "best")
-    assert torch.equal(best.fc.weight, seen[1])
+    assert torch.equal(best.fc.weight, seen[kept])
+    assert trainer.state.kept == (3, 6, 6)[kept]  # the end is judged once more
     records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     measured = [r["held_out"]["tau_measured"] for r in records if "held_out" in r]
     assert measured == [1.5, 2.5, 2.0]
@@ -81,7 +83,8 @@ def test_decoding_leaves_everything_as_it_was(target):
     before = {name: value.clone() for name, value in drafter.state_dict().items()}
     decode = EngineDecode(target, [[3, 4, 5], [6]], max_new_tokens=8, depth=3)
     lent = drafter.target_head
-    assert decode(drafter) == decode(drafter) >= 1.0
+    found = decode(drafter)
+    assert found == decode(drafter) and found.accept_length >= 1.0 and found.error >= 0
     assert all(torch.equal(before[name], v) for name, v in drafter.state_dict().items())
     assert drafter.target_head is lent and target.lm_head.weight.shape[0] == VOCAB
     with pytest.raises(ValueError, match="at least one prompt"):
