@@ -47,7 +47,7 @@ def llama_arm(llama: Llama, eos: set[int]) -> Arm:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="The demo pair against llama.cpp.")
     parser.add_argument("--prompts", required=True, help="JSON lines")
     parser.add_argument("--limit", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=128)

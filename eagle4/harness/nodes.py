@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from . import policy
 from .acceptance import Book, Experience
-from .fixed_point import ONE
-from .policy import Decision, Prices, survivals
+from .fixed_point import ONE, multiply
+from .policy import Decision, Prices, acceptances
 
 TAUGHT = 32  # sequences of a round that calibration learns from
 
@@ -41,6 +41,8 @@ class Nodes:
         self.survival: list[list[int]] = [[] for _ in range(batch)]
         self.depth_of: list[int] = []  # per column
         self.first_child: list[dict[int, int]] = [{} for _ in range(batch)]
+        # Of the last level: draft probability of an expanded node, acceptances of its children.
+        self._expanded: list[list[tuple[int, list[int]]]] = []
         self.top_k = 0
         self.depth = 0
 
@@ -50,15 +52,20 @@ class Nodes:
         first, width = len(self.depth_of), len(frontier[0])
         self.top_k = len(probs[0]) // width
         self.depth_of += [self.depth] * len(probs[0])
+        self._expanded = []
         for b, row in enumerate(frontier):
             allowed = self.depth <= self.limits[b]
-            self.prob[b] += probs[b]
+            accepted = acceptances(probs[b], self.depth, self.book)
+            expanded = []
             for k, node in enumerate(row):
-                children = probs[b][k * self.top_k : (k + 1) * self.top_k]
+                children = accepted[k * self.top_k : (k + 1) * self.top_k]
                 parent = (ONE if node < 0 else self.survival[b][node]) if allowed else 0
+                expanded.append((0 if node < 0 else self.prob[b][node], children))
                 self.first_child[b][node] = first + k * self.top_k
                 self.parent[b] += [node] * self.top_k
-                self.survival[b] += survivals(parent, children, self.depth, self.book)
+                self.survival[b] += [multiply(parent, chance) for chance in children]
+            self.prob[b] += probs[b]
+            self._expanded.append(expanded)
 
     def next_level(
         self,
@@ -91,18 +98,9 @@ class Nodes:
 
     def forecast_into(self, experience: Experience, most: int = 64) -> None:
         """Tell the forecast what the last level turned out to be."""
-        curve = self.book
-        seen = 0
-        for b, places in enumerate(self.first_child):
-            best = True
-            for node, first in places.items():
-                if self.depth_of[first] != self.depth or seen >= most:
-                    continue
-                probs = self.prob[b][first : first + self.top_k]
-                values = survivals(ONE, probs, self.depth, curve)
-                prob = 0 if node < 0 else self.prob[b][node]
-                experience.forecast.observe(self.depth - 1, prob, values, best)
-                best, seen = False, seen + 1
+        level = [(*node, k == 0) for row in self._expanded for k, node in enumerate(row)]
+        for node in level[:most]:
+            experience.forecast.observe(self.depth - 1, *node)
 
     def for_report(self) -> Nodes:
         """All of it."""

@@ -16,6 +16,7 @@ tensor code and must agree bit for bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from .acceptance import Book
@@ -42,10 +43,16 @@ class Decision(NamedTuple):
     gain_ns: int  # expected worth minus cost of the best choice, against stopping now
 
 
-def survivals(parent_q30: int, probs_q30: Sequence[int], depth: int, book: Book) -> list[int]:
-    """Survivals of the children, at ``depth``, of a node with survival ``parent_q30``."""
+def acceptances(probs_q30: Sequence[int], depth: int, book: Book) -> list[int]:
+    """Acceptance of nodes at ``depth`` whose parents are accepted; survivals are their products."""
     curve = book.accept[depth_class(depth)]
-    return [multiply(parent_q30, interpolate(curve, prob)) for prob in probs_q30]
+    return [interpolate(curve, prob) for prob in probs_q30]
+
+
+def least_worth(prices: Prices) -> int:
+    """Survival below which a node never pays: its worth is less than any node's added cost."""
+    added = min((b - a for a, b in pairwise(prices.verify_ns)), default=0)
+    return -(-(added << BITS) // max(prices.token_ns, 1))
 
 
 def best_worth(values_q30: Sequence[int], prices: Prices) -> int:
@@ -82,7 +89,10 @@ def next_level(
     """
     if depth >= max_depth:
         return Decision(False, 0, 0)
-    drafted = [s for row in pool for s in sorted(row, reverse=True)[: prices.max_nodes]]
+    least = least_worth(prices)
+    drafted = [
+        s for row in pool for s in sorted(row, reverse=True)[: prices.max_nodes] if s >= least
+    ]
     now = best_worth(drafted, prices)
     children = [
         [_children(s, p, depth, top_k, book) for s, p in zip(row, row_probs, strict=True)]
@@ -90,13 +100,14 @@ def next_level(
     ]
     best = Decision(False, 0, 0)
     for width in range(min_width, len(frontier[0]) + 1):
-        added = [c for row in children for nodes in row[:width] for c in nodes]
+        added = [c for row in children for nodes in row[:width] for c in nodes if c >= least]
         gain = best_worth(drafted + added, prices) - now - prices.level_ns[width]
         if gain > best.gain_ns:
             best = Decision(True, width, gain)
     for horizon in HORIZONS:
         if depth + horizon <= max_depth:
-            added = [c for row in children for c in _path(row[0], depth, horizon, book)]
+            paths = (_path(row[0], depth, horizon, book) for row in children)
+            added = [c for path in paths for c in path if c >= least]
             gain = best_worth(drafted + added, prices) - now
             gain -= horizon * prices.level_ns[min_width]
             if gain > best.gain_ns:
@@ -127,12 +138,13 @@ def choose(pool: Pool, prices: Prices) -> list[list[int]]:
     ties go to the earlier sequence, then to the earlier node. Survivals never grow along a path and
     parents come first, so the sets are closed under ancestors.
     """
+    least = least_worth(prices)
     ordered = sorted(
         (-survival, b, i)
         for b, row in enumerate(pool)
-        for survival, i in sorted(((s, i) for i, s in enumerate(row)), key=_best_first)[
-            : prices.max_nodes
-        ]
+        for survival, i in sorted(
+            ((s, i) for i, s in enumerate(row) if s >= least), key=_best_first
+        )[: prices.max_nodes]
     )
     token_ns, verify_ns, _, _ = prices
     base, best, total, count = verify_ns[0], 0, 0, 0

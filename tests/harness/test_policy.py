@@ -13,8 +13,8 @@ import torch
 
 from eagle4.harness import device_policy
 from eagle4.harness.acceptance import Experience
-from eagle4.harness.fixed_point import ONE
-from eagle4.harness.policy import Prices, best_worth, choose, next_level, survivals
+from eagle4.harness.fixed_point import ONE, multiply
+from eagle4.harness.policy import Prices, acceptances, best_worth, choose, next_level
 from tests.harness.states import Shape, prices_of, random_book, random_states
 
 MS = 1_000_000
@@ -136,8 +136,8 @@ def compare(count: int, per_shape: int, seed: int) -> int:
             sets = [chosen[z, b].nonzero().flatten().tolist() for b in range(shape.batch)]
             assert sets == choose(own_pool, cost), (seed, done + z)
         for b, k in itertools.product(range(shape.batch), range(shape.width)):
-            value = survivals(own_frontier[b][k], [own_probs[b][k]], shape.depth, book)
-            assert own_child[b][k] == value
+            chance = acceptances([own_probs[b][k]], shape.depth, book)[0]
+            assert own_child[b][k] == [multiply(own_frontier[b][k], chance)]
         done += per_shape
     return done
 
