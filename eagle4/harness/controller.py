@@ -27,6 +27,7 @@ SETTLE_ROUNDS = 64
 WIDE = 16  # sequences from which decisions are made in tensor code
 _TRUST_PRIOR = 8 << BITS  # accepted nodes' worth of belief in the calibration
 _USUAL_RATE = 0.3
+_STOPPED_RATE = 0.5  # a call that gave up speculating says more than others
 _REVISIT_RATE = 0.15  # how fast a call that only decoded plainly forgets why
 
 
@@ -184,8 +185,7 @@ class HarnessPolicy:
         accepted = (done.tokens - len(tokens)) << BITS
         self._accepted += accepted - (self._accepted >> 5)
         self._promised += done.promised_q30 - (self._promised >> 5)
-        chances = nodes.for_report().first_chances(self._chosen)
-        return [(p, len(new) > 1) for p, new in zip(chances, tokens, strict=False) if p]
+        return nodes.for_report().fits(self._chosen, self._tokens, tokens)
 
     def _record(self, fits: Sequence[tuple[int, bool]]) -> None:
         """The gain of a speculative round."""
@@ -204,12 +204,13 @@ class HarnessPolicy:
         the calibration promises, so that a load which once did badly is looked at again.
         """
         for size, regime in self._regimes.items():
-            gain, rate = regime.mean, _USUAL_RATE
-            if regime.speculating:  # few rounds, as where a batch runs out, say little
-                rate *= min(regime.rounds, TRIAL) / TRIAL
-            elif not regime.rounds:
+            gain, rate = regime.mean, _STOPPED_RATE
+            if not regime.rounds:
                 gain, rate = max(self._known[size], gain), _REVISIT_RATE
-            self.experience.fold_gain(size, min(gain, UNIT) / UNIT, rate)
+            elif regime.speculating:  # few rounds, as where a batch runs out, say little
+                rate = _USUAL_RATE * min(regime.rounds, TRIAL) / TRIAL
+            usual = self.experience.usual_gain.get(size, min(self._known[size], UNIT) / UNIT)
+            self.experience.usual_gain[size] = usual + rate * (min(gain, UNIT) / UNIT - usual)
 
     def price(self, top_k: int) -> Prices:
         """What this round's decisions cost, for levels of up to ``top_k`` nodes."""
@@ -217,9 +218,8 @@ class HarnessPolicy:
         batch, context = load.num_sequences, load.context
         regime = self._regimes[_size(load)]
         token_ns = regime.token_ns(self._round.plain_ns // batch)
-        # A probe believes the calibration: without a verified node nothing would be learned.
         trust = 1 << 10
-        if not regime.probing:
+        if not regime.probing:  # which believes the calibration, to verify a node at all
             trust = ((_TRUST_PRIOR + self._accepted) << 10) // (_TRUST_PRIOR + self._promised)
         self._round.token_ns = min(token_ns * min(max(trust, 128), 1280) >> 10, MOST_NS)
         return Prices(

@@ -6,23 +6,23 @@
     level    one further drafter level by rows (sequences x width) and context
     finish   choosing and pruning by sequences
 
-Verification of n nodes in a batch of B is priced as ``plain(B) + verify(B + n) - verify(B)``: what
-more sequences cost the host is in the first term, what more rows cost the target in the others.
+Verification of n nodes in a batch of B is priced as ``plain(B) + verify(B + n) - verify(B)`` at
+first: what more sequences cost the host is in the first term, what more rows cost the target in the
+others. A line per size of the batch is learned over both (`node_line`).
 
 Measured once (`engine.measure`), then followed online: a group of surfaces that share a cause
 (target, drafter, host) shares one factor, the median of the last measured / predicted ratios. A
 machine that slows down therefore slows plain decoding and verification alike, although only one of
 them is being measured. What that hides, plain decoding being cheaper than the table says next to
-verification, shows in plain rounds between speculative ones (`compare_plain`). What nodes add is
-learned as a line per size of the batch (`node_line`). Shapes drift slowly, one grid point at a
-time.
+verification, shows in plain rounds between speculative ones (`compare_plain`). Shapes drift slowly,
+one grid point at a time.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -43,7 +43,6 @@ _DEADBAND = 0.05  # factors closer to the old one than this are noise
 _SHAPE_RATE = 0.02  # how fast a grid point follows what remains after the factor
 _COMPARED = 5  # plain rounds between speculative ones that their ratio is the median of
 _OFF = 1.5  # a factor beyond this speaks against the measurement
-_OUTLIER = 2.0  # a ratio this far from the factor says nothing about the shape
 _STRAIGHT = NodeLine()  # of loads that never verified a node
 
 
@@ -126,7 +125,7 @@ class CostTable:
                 self._curves.clear()
             plain = int(self._follow("plain", num_sequences, context))
             line = self.node_line(num_sequences)
-            added = (self._added_ns(num_sequences, n, context) for n in range(1, most + 1))
+            added = self._added_ns(num_sequences, range(1, most + 1), context)
             curve = [plain, *(int(line.offset * plain + line.slope * ns) for ns in added)]
             curve = list(accumulate(curve, max))
             self._curves[key] = curve
@@ -136,10 +135,11 @@ class CostTable:
         """What nodes add at this load, next to what the surface says."""
         return self._lines.get(num_sequences.bit_length(), _STRAIGHT)
 
-    def _added_ns(self, num_sequences: int, nodes: int, context: int) -> int:
-        """What the surface says that ``nodes`` nodes add."""
+    def _added_ns(self, num_sequences: int, nodes: Iterable[int], context: int) -> list[int]:
+        """What the surface says that so many nodes add."""
         base = self.cost_ns("verify", num_sequences, context)
-        return max(self.cost_ns("verify", num_sequences + nodes, context) - base, 0)
+        costs = (self.cost_ns("verify", num_sequences + n, context) for n in nodes)
+        return [max(cost - base, 0) for cost in costs]
 
     def refine_verify(self, num_sequences: int, nodes: int, context: int, measured_ns: int) -> None:
         """Learn from a measured verification of ``nodes`` nodes in all."""
@@ -150,7 +150,7 @@ class CostTable:
         plain, predicted = curve[0], curve[-1]
         if nodes:
             line = self._lines.setdefault(num_sequences.bit_length(), NodeLine())
-            added = self._added_ns(num_sequences, nodes, context)
+            added = self._added_ns(num_sequences, [nodes], context)[0]
             self.version += line.observe(added / plain, measured_ns / plain)
         # In proportion: the surface is corrected by the ratio that the whole was off by.
         own = self.cost_ns("verify", rows, context)
@@ -171,7 +171,8 @@ class CostTable:
                 self.factors[group] = factor
                 self.version += 1
         rest = ratio / self.factors[group]
-        if len(ratios) == _WINDOW and 1 / _OUTLIER < rest < _OUTLIER:
+        rest = min(max(rest, 1 - _DEADBAND), 1 + _DEADBAND)  # of stalls no more than of noise
+        if len(ratios) == _WINDOW:
             for i, j, weight in surface.corners(rows, context):
                 surface.ns[i][j] *= 1 + _SHAPE_RATE * weight * (rest - 1)
 

@@ -8,9 +8,9 @@ verify different numbers of nodes, so they show both parts:
     measured / plain = offset + slope * increment / plain
 
 with a plain round and the increment as the table predicts them. A fading regression of what is
-left after offset 1 and slope 1, drawn to nothing: slowly at first, so that a machine that is slow
-altogether shows in the table's factors and not here; and always a little in the slope, because a
-load that always verifies as many nodes says nothing about it.
+left after offset 1 and slope 1, always drawn a little to nothing: the offset, so that a machine
+that is slow altogether shows in the table's factors and not here; the slope, because a load that
+always verifies as many nodes says nothing about it.
 """
 
 from __future__ import annotations
@@ -19,31 +19,32 @@ from collections.abc import Sequence
 from math import isfinite
 
 _MEMORY = 96  # rounds
-_DOUBT = 24.0  # rounds without anything left that a line begins with; they fade as others do
+_DOUBT = 24.0  # rounds without anything left that every line has besides
 _PRIOR = 0.1  # rounds times variance of `increment / plain` that are half believed
 _SLOPES = (0.4, 2.5)  # beyond this the measurement is wrong, not the line
 _OFFSETS = (0.8, 2.0)
-_CLIP = 0.25  # a round counts as at most this far off: stalls are not rows
+# A round counts as at most this far off. What stalls now and then would draw a mean up and not the
+# medians that factors are, and the two would push each other away for ever.
+_CLIP = 0.05
 _STEP = 0.02  # changes below this are noise
 
 
 class NodeLine:
     """The line of one batch size: ``offset`` in plain rounds, ``slope`` in predicted increments."""
 
-    def __init__(self, sums: Sequence[float] = (_DOUBT, 0.0, 0.0, 0.0, 0.0, 0.0)) -> None:
+    def __init__(self, sums: Sequence[float] = (0.0,) * 5) -> None:
         """``sums``: what another line has seen. Raises `ValueError` for what no line has."""
-        if len(sums) != 6 or not all(map(isfinite, sums)):
-            raise ValueError(f"a line has six finite sums, got {sums}")
+        if len(sums) != 5 or not all(map(isfinite, sums)) or min(sums[0], sums[3]) < 0:
+            raise ValueError(f"a line has five finite sums, counts and squares >= 0, got {sums}")
         self.offset = self.slope = 1.0
-        self._doubt, self._rounds = sums[:2]
-        self._x, self._rest = sums[2:4]  # means
-        self._xx, self._xy = sums[4:]  # sums around the means
+        self._rounds, self._x, self._rest = sums[:3]  # number, means
+        self._xx, self._xy = sums[3:]  # sums around the means
         self._update()
 
     @property
     def sums(self) -> list[float]:
         """What it has seen."""
-        return [self._doubt, self._rounds, self._x, self._rest, self._xx, self._xy]
+        return [self._rounds, self._x, self._rest, self._xx, self._xy]
 
     def observe(self, increment: float, measured: float) -> bool:
         """One verification with nodes, in units of a predicted plain round; is the line another?
@@ -54,7 +55,6 @@ class NodeLine:
         measured = min(max(measured, predicted / (1 + _CLIP)), predicted * (1 + _CLIP))
         rest = measured - (1 + increment)
         keep = 1 - 1 / _MEMORY
-        self._doubt *= keep
         self._rounds = self._rounds * keep + 1
         dx = increment - self._x
         self._x += dx / self._rounds
@@ -65,9 +65,9 @@ class NodeLine:
 
     def _update(self) -> bool:
         steeper = self._xy / (self._xx + _PRIOR)
-        rest = self._rest * self._rounds / (self._rounds + self._doubt)
+        shrunk = self._rest * self._rounds / (self._rounds + _DOUBT)
         slope = _within(1 + steeper, _SLOPES)
-        offset = _within(1 + rest - (slope - 1) * self._x, _OFFSETS)
+        offset = _within(1 + shrunk - (slope - 1) * self._x, _OFFSETS)
         before, now = self.offset + self.slope * self._x, offset + slope * self._x
         if abs(now - before) < _STEP * before and abs(slope - self.slope) < _STEP * self.slope:
             return False

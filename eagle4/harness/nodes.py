@@ -89,12 +89,20 @@ class Nodes:
         """Expected accepted nodes of a verified set, in 2^-30."""
         return sum(self.survival[b][i] for b, row in enumerate(chosen) for i in row)
 
-    def first_chances(self, chosen: Sequence[Sequence[int]]) -> list[int]:
-        """Of every sequence with nodes: the chance that its next token is one of them, 2^-30."""
-        return [
-            sum(self.survival[b][i] for i in row if self.parent[b][i] < 0)
-            for b, row in enumerate(chosen[: len(self.limits)])
-        ]
+    def fits(
+        self,
+        chosen: Sequence[Sequence[int]],
+        tokens: Sequence[Sequence[int]],
+        committed: Sequence[Sequence[int]],
+    ) -> list[tuple[int, bool]]:
+        """What `Regime.record` wants to know of every sequence that verified nodes here."""
+        found = []
+        for b, row in enumerate(chosen[: len(self.limits)]):
+            first = [i for i in row if self.parent[b][i] < 0]
+            if first and committed[b]:
+                hit = committed[b][0] in (tokens[b][i] for i in first)
+                found.append((sum(self.survival[b][i] for i in first), hit))
+        return found
 
     def forecast_into(self, experience: Experience, most: int = 64) -> None:
         """Tell the forecast what the last level turned out to be."""

@@ -30,9 +30,9 @@ SERVES = 4  # calls like this one that what a trial teaches is good for
 FIRST_CHECK, LEAST_CHECK, CHECKS = 8, 32, 3  # rounds to plain rounds for comparison
 RATE_MEMORY = 128  # rounds that the price of a token remembers
 # Drafts that fit as often as promised, against drafts that fit five times less: odds, in 2^-30.
-SHARE = 5
+RARER = 5
 REFUTED = ONE // 50
-PROVEN = ONE << 20  # what a call has shown is forgotten beyond this
+LEAST_ODDS, MOST_ODDS = ONE >> 16, ONE << 20  # what a call has shown is forgotten beyond these
 SUREST = ONE - ONE // 5  # of a text that it has not seen, no calibration knows better
 
 
@@ -163,9 +163,10 @@ class Regime:
 
     def _weigh(self, chance: int, hit: bool) -> None:
         if hit:
-            self.odds = min(self.odds * SHARE, PROVEN)
+            self.odds = min(self.odds * RARER, MOST_ODDS)
         else:
-            self.odds = self.odds * (ONE - chance) // (ONE - chance // SHARE)
+            odds = self.odds * (ONE - chance) // (ONE - chance // RARER)
+            self.odds = max(odds, LEAST_ODDS)
 
     def _stop(self, loss: int) -> None:
         self.speculating = self.probing = False

@@ -3,7 +3,8 @@
 Loss and accuracy keep improving where acceptance no longer does (trap J2), and a mismatch between
 training and serving shows in neither (J1). So the engine decodes fixed held-out prompts with the
 averaged weights, and the checkpoint that is kept is the last one whose measured accept length lies
-within one standard error of the longest: a few prompts cannot rank closer ones, training can.
+within one standard error of the longest: a few prompts cannot rank closer ones, training can. What
+a continued run began with is only given up for something longer.
 """
 
 from __future__ import annotations
@@ -131,7 +132,8 @@ class Judge:
             found = Measured(*map(workers.agree, found))
             metrics |= {"tau_measured": found.accept_length, "tau_error": found.error}
         longest = max(trainer.state.best, found.accept_length)
-        if found.accept_length + found.error >= longest:
+        is_start = trainer.is_continued and trainer.state.kept == 0
+        if found.accept_length + (0.0 if is_start else found.error) >= longest:
             trainer.state = trainer.state._replace(kept=trainer.state.step)
             if workers.is_main:
                 drafter.save_pretrained(trainer.folder / "best")

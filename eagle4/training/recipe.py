@@ -133,6 +133,8 @@ def _best(trainer: Trainer, last: dict[str, Any]) -> tuple[Eagle4Drafter, dict[s
         kept.to(next(trainer.drafter.parameters()).device)  # pyright: ignore
         drafter = kept.bind(drafter.embedding, drafter.target_head)
         records = read_rows(trainer.folder / "log.jsonl")
-        last = next(r["held_out"] for r in records if "held_out" in r and r["step"] == step)
+        by_step = {r["step"]: r["held_out"] for r in records if "held_out" in r}
+        longest = max(by_step.values(), key=lambda m: m.get("tau_measured", m["tau_chain"]))
+        last = by_step.get(step, longest)
     steps = {"steps": trainer.state.step, "train_seconds": round(trainer.seconds)}
     return drafter, {**last, **steps, "held_out_sequences": len(trainer.held_out)}

@@ -32,7 +32,7 @@ class TrainState(NamedTuple):
     seconds: float = 0.0
     skipped: int = 0
     best: float = 0.0  # the longest accept length so far
-    kept: int = 0  # step of the checkpoint in "best"
+    kept: int = -1  # step of the checkpoint in "best"; -1: an older version kept it
     overlap: tuple[float, ...] = ()  # mean acceptance chance of the last step, by depth
 
 

@@ -89,8 +89,8 @@ def run_loss(
         valid_BKM = valid_BKM & torch.stack(kept, dim=1)
     weight_BKM = row_weights(valid_BKM, weight_K, count_K).float()
     heads = loss_heads(drafter, columns)
-    kind = (config.loss, config.lk_eta, overlap_K)
-    found = draft_loss(head_BKMH, runs.teacher_BJH, heads, weight_BKM, *kind)
+    divergence = (config.loss, config.lk_eta, overlap_K)
+    found = draft_loss(head_BKMH, runs.teacher_BJH, heads, weight_BKM, *divergence)
     total = found.total
     if config.balance_loss:
         total = total + config.balance_loss * auxiliary_loss(drafter, count_K)
