@@ -22,7 +22,7 @@ from llama_cpp import Llama  # pyright: ignore[reportMissingImports]
 
 from eagle4 import Eagle4Drafter, Eagle4ForCausalLM, demo
 from eagle4.evaluation.arms import Arm, ArmRun, eos_ids, make_arms
-from eagle4.evaluation.benchmark import BenchConfig, run_benchmark
+from eagle4.evaluation.benchmark import BenchConfig, run_benchmark, summarise
 from eagle4.evaluation.environment import describe_environment
 from eagle4.evaluation.prompts import load_prompts
 
@@ -75,13 +75,11 @@ def main() -> None:
     }
     config = BenchConfig(max_new_tokens=args.max_new_tokens, repeats=args.repeats)
     cells = run_benchmark(arms, load_prompts(args.prompts, args.limit), tokenizer, config, "cpu")
-    rates = {}
-    for name in arms:
-        tokens = sum(cell.runs[name][0].num_tokens for cell in cells)
-        rates[name] = round(tokens / sum(cell.seconds(name) for cell in cells), 1)
-        print(f"{name:14s} {rates[name]:7.1f} tokens/s")
-    record = {"tokens_per_s": rates, "llama_cpp_python": version("llama-cpp-python")}
-    print(json.dumps({**record, **vars(args), "environment": describe_environment()}))
+    found = summarise(cells, (RIVAL, "plain"))["all"]
+    for name, arm in found.items():
+        print(f"{name:14s} {arm['tokens_per_s']:7.1f} tokens/s")
+    setting = {**vars(args), "dtype": str(target.dtype), "rival": version("llama-cpp-python")}
+    print(json.dumps({"arms": found, **setting, "environment": describe_environment()}))
 
 
 if __name__ == "__main__":

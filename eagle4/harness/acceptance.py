@@ -165,6 +165,11 @@ class Experience:
         forecast, chain = self.forecast.tables()
         return Book(_q30(curves), forecast, chain)
 
+    def fold_gain(self, size: int, gain: float, rate: float, usual: float) -> None:
+        """Move the usual gain of a batch size towards ``gain``; ``usual``: the first time, from."""
+        before = self.usual_gain.get(size, usual)
+        self.usual_gain[size] = before + rate * (gain - before)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         tables = {"": self.overall, **self.classes}

@@ -209,8 +209,8 @@ class HarnessPolicy:
                 gain, rate = max(self._known[size], gain), _REVISIT_RATE
             elif regime.speculating:  # few rounds, as where a batch runs out, say little
                 rate = _USUAL_RATE * min(regime.rounds, TRIAL) / TRIAL
-            usual = self.experience.usual_gain.get(size, min(self._known[size], UNIT) / UNIT)
-            self.experience.usual_gain[size] = usual + rate * (min(gain, UNIT) / UNIT - usual)
+            gain, known = (min(g, UNIT) / UNIT for g in (gain, self._known[size]))
+            self.experience.fold_gain(size, gain, rate, known)
 
     def price(self, top_k: int) -> Prices:
         """What this round's decisions cost, for levels of up to ``top_k`` nodes."""

@@ -15,7 +15,7 @@ tensor code and must agree bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -99,20 +99,26 @@ def next_level(
         for row, row_probs in zip(frontier, probs, strict=True)
     ]
     best = Decision(False, 0, 0)
-    for width in range(min_width, len(frontier[0]) + 1):
-        added = [c for row in children for nodes in row[:width] for c in nodes if c >= least]
-        gain = best_worth(drafted + added, prices) - now - prices.level_ns[width]
+    limits = min_width, len(frontier[0]), depth, max_depth
+    for width, levels, added in _offers(children, limits, book):
+        worth = best_worth(drafted + [c for c in added if c >= least], prices)
+        gain = worth - now - levels * prices.level_ns[width]
         if gain > best.gain_ns:
             best = Decision(True, width, gain)
+    return best
+
+
+def _offers(
+    children: Sequence[Sequence[list[int]]], limits: tuple[int, int, int, int], book: Book
+) -> Iterator[tuple[int, int, list[int]]]:
+    """Width, levels and expected survivals of what could be drafted next, in order."""
+    min_width, max_width, depth, max_depth = limits
+    for width in range(min_width, max_width + 1):
+        yield width, 1, [c for row in children for nodes in row[:width] for c in nodes]
     for horizon in HORIZONS:
         if depth + horizon <= max_depth:
             paths = (_path(row[0], depth, horizon, book) for row in children)
-            added = [c for path in paths for c in path if c >= least]
-            gain = best_worth(drafted + added, prices) - now
-            gain -= horizon * prices.level_ns[min_width]
-            if gain > best.gain_ns:
-                best = Decision(True, min_width, gain)
-    return best
+            yield min_width, horizon, [c for path in paths for c in path]
 
 
 def _children(survival: int, prob: int, depth: int, top_k: int, book: Book) -> list[int]:

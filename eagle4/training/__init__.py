@@ -4,7 +4,7 @@ In: prompts (`prompts`, `dialects`), the target's answers to them (`answers`), i
 (`extract`, `features`). Out: a drafter folder in the serving layout with held-out metrics, a card
 and curves (`recipe`).
 Always: the unrolled drafter computes what serving computes (`ttt`), losses are float32, what the
-target lends stays the target's, the best checkpoint is the one that the engine measured (`judge`),
+target lends stays the target's, the engine measures which checkpoint is kept (`judge`),
 one process or many compute the same step, every file is replaced whole and every run resumes.
 """
 

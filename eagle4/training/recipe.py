@@ -1,7 +1,7 @@
 """The whole recipe: a feature store in, a drafter folder out.
 
 1. Start: random weights, or an earlier drafter as it is or mapped to a new form (`warm_start`).
-2. Train it (`Trainer`), full head; go back to the best checkpoint by measured accept length.
+2. Train it (`Trainer`), full head; go back to the checkpoint that its `judge` kept.
 3. Fit the candidate head to the states that this drafter produces (`candidates`).
 4. Write ``folder/drafter`` (serving layout, with a model card), ``folder/metrics.json`` and curves.
 """

@@ -6,6 +6,7 @@ whole step, so the sum over all parts is the loss of one process with one batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -72,10 +73,12 @@ def run_loss(
     weight_K: torch.Tensor,
     count_K: torch.Tensor,
     config: TrainConfig,
-    overlap_K: torch.Tensor | None = None,
+    overlap: Sequence[float] = (),
 ) -> RunLoss:
-    """Unroll the drafter over a micro-batch and score it; ``overlap_K``: see `draft_loss`.
+    """Unroll the drafter over a micro-batch and score it.
 
+    ``overlap``: mean overlaps of the step before and of all processes, for lk_lambda: no part of a
+    step knows those of all. Empty before the first step, which counts as none.
     With a reduced vocabulary, rows whose teacher prefers a token outside of it are left out
     (``count_K`` still counts them: they are few, and every process knows it).
     """
@@ -89,6 +92,7 @@ def run_loss(
         valid_BKM = valid_BKM & torch.stack(kept, dim=1)
     weight_BKM = row_weights(valid_BKM, weight_K, count_K).float()
     heads = loss_heads(drafter, columns)
+    overlap_K = torch.tensor(overlap or (0.0,) * config.num_depths, device=head_BKMH.device)
     divergence = (config.loss, config.lk_eta, overlap_K)
     found = draft_loss(head_BKMH, runs.teacher_BJH, heads, weight_BKM, *divergence)
     total = found.total

@@ -127,7 +127,6 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         scored = self._gradients(batch, progress)
         norm = full(torch.nn.utils.clip_grad_norm_(self.params.values(), config.clip_norm))
-        loss = float(scored.total)
         rates = scored.rates()
         if torch.isfinite(scored.total) and torch.isfinite(norm):
             with self.autocast():  # Muon's products
@@ -137,7 +136,7 @@ class Trainer:
         else:
             self._skip(batch)
         self.state = self.state._replace(step=self.state.step + 1, position=following)
-        logged = {"loss": loss, "norm": float(norm), "lr": config.lr * scale}
+        logged = {"loss": float(scored.total), "norm": float(norm), "lr": config.lr * scale}
         return {**logged, **rates, **self.routing.after_step(self.workers)}
 
     def _gradients(self, batch: list[tuple[int, int]], progress: float) -> Scored:
@@ -148,9 +147,6 @@ class Trainer:
         count_K = workers.total(count_valid(parts))
         scored = Scored.zeros(config.num_depths, count_K)
         columns = self.columns(batch, progress)
-        # of the step before, over all processes: no part of a step knows the mean of all
-        known = self.state.overlap or (0.0,) * config.num_depths
-        overlap_K = torch.tensor(known, device=self._device)
         for i, runs in enumerate(parts):
             compute = partial(
                 run_loss,
@@ -159,7 +155,7 @@ class Trainer:
                 weight_K=self.weight_K,
                 count_K=count_K,
                 config=config,
-                overlap_K=overlap_K,
+                overlap=self.state.overlap,
             )
             with workers.accumulating(i == len(parts) - 1), parametrize.cached():
                 with self.autocast():
