@@ -62,6 +62,11 @@ class Load(NamedTuple):
     pending: int = 0  # feature rows that the drafter has not seen, all sequences
     remaining: int = 1 << 30  # tokens that the longest-running sequence may still get
 
+    @property
+    def size(self) -> int:
+        """Batches that share what is learned: powers of two."""
+        return self.num_sequences.bit_length()
+
 
 class Plan(NamedTuple):
     """What the policy decided for one round."""

@@ -43,22 +43,20 @@ def report_round(call: Call, before: Before, is_planned: bool) -> None:
     """Tell the policy what came of its plan, and bound what waits for the drafter."""
     if call.policy is None or call.draft is None or not is_planned:
         return
-    tokens = [
-        call.state.committed(sequence, length)
-        for sequence, length in zip(before.sequences, before.lengths, strict=True)
-    ]
+    is_plain = isinstance(call.policy, HarnessPolicy) and call.policy.is_plain
+    rows = [] if is_plain else zip(before.sequences, before.lengths, strict=True)
+    tokens = [call.state.committed(sequence, length) for sequence, length in rows]
     stage_ns = {
         name: int(1e9 * (total - before.seconds.get(name, 0.0)))
         for name, total in call.stats.seconds.items()
     }
     call.policy.observe(tokens, stage_ns)
-    _bound_pending(call, before.sequences)
+    if is_plain:
+        _bound_pending(call, before.sequences)
 
 
 def _bound_pending(call: Call, sequences: list[Sequence]) -> None:
     """Where speculation does not pay, not even a look at it, features do not pile up for ever."""
-    if not (isinstance(call.policy, HarnessPolicy) and call.policy.is_plain):
-        return
     if max(min(s.num_pending, s.new_tokens) for s in sequences) > MOST_PENDING:
         call.draft = None
         call.state.forget_drafts()

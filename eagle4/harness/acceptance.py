@@ -17,6 +17,7 @@ import numpy as np
 
 from .fixed_point import CELLS, DEPTHS, KNOTS, ONE, cell, depth_class
 from .monotone import non_decreasing
+from .usual import Usual
 
 RANKS = 16
 FADE = 1 - 1 / 512  # per round
@@ -135,14 +136,14 @@ class Experience:
     """Everything that a harness has learned about a pair: calibrations, forecast, usual gain.
 
     ``classes``: calibrations per class of requests; every observation also counts for ``overall``.
-    ``usual_gain``: running mean of (gain of speculation / cost of a plain round), by batch size.
+    ``usual``: what speculation gained in earlier calls, by the batch size in bits.
     """
 
     def __init__(self):
         self.overall = Calibration()
         self.classes: dict[str, Calibration] = {}
         self.forecast = Forecast()
-        self.usual_gain: dict[int, float] = {}
+        self.usual: dict[int, Usual] = {}
         self.rounds = 0
 
     def observe(self, prob_q30: int, depth: int, accepted: bool, request_class: str = "") -> None:
@@ -165,18 +166,13 @@ class Experience:
         forecast, chain = self.forecast.tables()
         return Book(_q30(curves), forecast, chain)
 
-    def fold_gain(self, size: int, gain: float, rate: float, usual: float) -> None:
-        """Move the usual gain of a batch size towards ``gain``; ``usual``: the first time, from."""
-        before = self.usual_gain.get(size, usual)
-        self.usual_gain[size] = before + rate * (gain - before)
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         tables = {"": self.overall, **self.classes}
         forecast = self.forecast
         return {
             "rounds": self.rounds,
-            "usual_gain": {str(size): gain for size, gain in self.usual_gain.items()},
+            "usual": {str(size): list(usual) for size, usual in self.usual.items()},
             "calibration": {
                 name: {"trials": c.trials.tolist(), "hits": c.hits.tolist()}
                 for name, c in tables.items()
@@ -189,7 +185,8 @@ class Experience:
         """Raises `ValueError`, `KeyError` or `TypeError` for what `to_dict` never wrote."""
         new = cls()
         new.rounds = int(values["rounds"])
-        new.usual_gain = {int(size): float(g) for size, g in values["usual_gain"].items()}
+        # Profiles of older versions have gains alone, under another name.
+        new.usual = {int(size): _usual(*found) for size, found in values.get("usual", {}).items()}
         for name, tables in values["calibration"].items():
             own = new.overall if name == "" else new.classes.setdefault(name, Calibration())
             own.trials = _like(own.trials, tables["trials"])
@@ -201,6 +198,10 @@ class Experience:
 
 
 _FORECAST_FIELDS = ("weight", "total", "chain_weight", "chain_total")
+
+
+def _usual(gain: float, spread: float, last: float | None) -> Usual:
+    return Usual(float(gain), float(spread), None if last is None else float(last))
 
 
 def _shrunk(hits: np.ndarray, trials: np.ndarray, prior: np.ndarray, weight: float) -> np.ndarray:

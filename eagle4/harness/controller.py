@@ -14,21 +14,20 @@ from ..types import Load, Plan
 from . import outlook
 from .acceptance import Book, Experience
 from .cost import CostTable
-from .fixed_point import BITS, MOST_NS
+from .fixed_point import MOST_NS
 from .nodes import DraftRecord, Nodes
 from .outlook import Outlook, Outlooks, Shape
 from .policy import Prices
-from .regime import TRIAL, UNIT, Q, Regime
+from .regime import MOST_REST, UNIT, Q, Regime
 from .report import HarnessReport, Round
+from .trust import Trust
+from .usual import Usual
 from .wide import WideNodes
 
 BOOK_ROUNDS = 8  # rounds between two looks at what was learned
 SETTLE_ROUNDS = 64
 WIDE = 16  # sequences from which decisions are made in tensor code
-_TRUST_PRIOR = 8 << BITS  # accepted nodes' worth of belief in the calibration
-_USUAL_RATE = 0.3
-_STOPPED_RATE = 0.5  # a call that gave up speculating says more than others
-_REVISIT_RATE = 0.15  # how fast a call that only decoded plainly forgets why
+_PLAIN = Plan(False, 0, 0, 0)
 
 
 class HarnessPolicy:
@@ -42,11 +41,12 @@ class HarnessPolicy:
         self.experience = experience or Experience()
         self.report = HarnessReport()
         self.book: Book = self.experience.book(config.request_class)
+        self._is_book_old = False
         self._regimes: dict[int, Regime] = {}
-        self._known: dict[int, int] = {}  # latest expectation, like the gain of a regime
         self._outlooks = Outlooks(config, table)
-        self._accepted = self._promised = 0  # fading sums in 2^-30 nodes
-        self._rounds = 0
+        self._trust = Trust()
+        self._rounds = self._rest = 0  # rest: plain rounds ahead that are not thought about
+        self._plain_ns: list[int] = []  # of the plain rounds since the last thought
         self._nodes: Nodes | WideNodes = Nodes([], self.book)
         self._load, self._round = Load(1), Round()
         self._prices: Prices | None = None
@@ -56,34 +56,39 @@ class HarnessPolicy:
 
     def plan(self, load: Load) -> Plan:
         """Plain or speculative; the limits within which the round's decisions are made."""
+        if self._rest and load.num_sequences == self._load.num_sequences:
+            self._rest -= 1
+            return _PLAIN
+        self._wake()
         self._load, self._prices, self._chosen, self._tokens = load, None, [], []
         self._nodes, self._num_verified = Nodes([], self.book), None
         plain_ns = self.table.cost_ns("plain", load.num_sequences, load.context)
         known, hoped = self._outlooks.of(load, self.book, self._rounds // SETTLE_ROUNDS)
-        extra = max(0, load.pending - 2 * load.num_sequences)
-        catch_up = self._root_ns(load, load.pending) - self._root_ns(load, load.pending - extra)
-        setting = (catch_up << Q) // plain_ns, known.rounds_left(load)
+        setting = (self._catch_up_ns(load) << Q) // plain_ns, known.rounds_left(load)
         regime = self._regime(load, known, *setting)
         is_hopeless = hoped.gain <= 0
         speculative = not is_hopeless and regime.decide(*setting)
         compared = self.table.num_compared(load.num_sequences)
         is_check = speculative and not self.table.frozen and regime.is_check_due(compared)
         speculative = speculative and not is_check
-        self._round = Round(speculative, load, plain_ns=plain_ns, is_probe=regime.probing)
-        self._round.is_check, self._round.is_hopeless = is_check, is_hopeless
-        if not speculative:
-            return Plan(False, 0, 0, 0)
-        return Plan(True, self.config.max_depth, self.config.width, self.config.max_nodes)
+        self._round = Round(speculative, load, plain_ns, regime.probing, is_hopeless, is_check)
+        if speculative:
+            return Plan(True, self.config.max_depth, self.config.width, self.config.max_nodes)
+        self._rest = MOST_REST if is_hopeless else regime.rest(setting[0])
+        return _PLAIN
+
+    def _wake(self) -> None:
+        """The load changed while the policy rested, or the call ends: the rest is taken back."""
+        if self._rest and not self._round.is_hopeless:
+            self._regimes[self._load.size].waited -= self._rest
+        self._rest = 0
+        if self._plain_ns:
+            self._learn_plain()
 
     @property
     def is_plain(self) -> bool:
         """The last round was planned without a draft."""
         return not self._round.speculative
-
-    @property
-    def is_hopeless(self) -> bool:
-        """At this load not even a perfect drafter would pay."""
-        return self._round.is_hopeless
 
     def begin_draft(self, limits: Sequence[int], probs: Sequence[Sequence[int]]) -> None:
         """The root's children, ``[B][top_k]`` probabilities in 2^-30."""
@@ -142,7 +147,7 @@ class HarnessPolicy:
     def drew(self, depth: int, num_nodes: int) -> None:
         """A tree was drawn that deep; the target verifies ``num_nodes`` nodes of the batch."""
         self._round.depth, self._num_verified = depth, num_nodes
-        self._round.token_ns = self._regimes[_size(self._load)].token_ns(
+        self._round.token_ns = self._regimes[self._load.size].token_ns(
             self._round.plain_ns // self._load.num_sequences
         )
 
@@ -153,75 +158,73 @@ class HarnessPolicy:
         self.table.refine(kind, rows, self._load.context, ns)
 
     def observe(self, tokens: Sequence[Sequence[int]], stage_ns: Mapping[str, int]) -> None:
-        """Learn from the committed tokens and from what verification took."""
-        done, load = self._round, self._load
-        batch, context = load.num_sequences, load.context
+        """Learn from the tokens of a speculative round and from what verification took."""
+        done, batch, context = self._round, self._load.num_sequences, self._load.context
         target_ns = stage_ns.get("verify", 0) + stage_ns.get("commit", 0)
-        done.tokens = sum(map(len, tokens))
-        done.measured_ns += target_ns
         if done.speculative and self._num_verified is not None:
-            verified = self._num_verified
-            done.rows = batch + verified
-            done.cost_ns += self.table.verify_curve(batch, verified, context)[-1]
-            self.table.refine_verify(batch, verified, context, target_ns)
-            self._record([] if self._prices is None else self._learn(tokens))
+            done.measured_ns += target_ns
+            done.tokens = sum(map(len, tokens))
+            done.rows = batch + self._num_verified
+            done.cost_ns += self.table.verify_curve(batch, self._num_verified, context)[-1]
+            self.table.refine_verify(batch, self._num_verified, context, target_ns)
+            self._learn(tokens)
+            self._count_round()
         else:
-            done.cost_ns += done.plain_ns
-            learn = self.table.refine_plain if not done.is_check else self.table.compare_plain
-            learn(batch, context, target_ns)
-        self.report.add(done, self._nodes.for_report(), self._chosen, self._tokens)
+            self._plain_ns.append(target_ns)
+            if not self._rest:
+                self._learn_plain()
+
+    def _learn_plain(self) -> None:
+        """Plain rounds in a row are over."""
+        done, load = self._round, self._load
+        learn = self.table.refine_plain if not done.is_check else self.table.compare_plain
+        done.cost_ns = done.plain_ns
+        for done.measured_ns in self._plain_ns:
+            learn(load.num_sequences, load.context, done.measured_ns)
+            self._count_round()
+        self._plain_ns = []
+
+    def _count_round(self) -> None:
+        self.report.add(self._round, self._nodes.for_report(), self._chosen, self._tokens)
         self._rounds += 1
         if self._rounds % SETTLE_ROUNDS == 0:
             self.table.settle()
         if self._rounds % BOOK_ROUNDS == 0 or self._rounds == 2:
             self.experience.fade(BOOK_ROUNDS)
-            self.book = self.experience.book(self.config.request_class)
+            if self._is_book_old:
+                self._is_book_old = False
+                self.book = self.experience.book(self.config.request_class)
 
-    def _learn(self, tokens: Sequence[Sequence[int]]) -> list[tuple[int, bool]]:
-        """From a round's nodes; what `Regime.record` wants to know of them."""
-        done, nodes = self._round, self._nodes
-        for b, (own, committed) in enumerate(zip(self._tokens, tokens, strict=False)):
-            nodes.learn(b, own, committed, self.experience, self.config.request_class)
-        accepted = (done.tokens - len(tokens)) << BITS
-        self._accepted += accepted - (self._accepted >> 5)
-        self._promised += done.promised_q30 - (self._promised >> 5)
-        return nodes.for_report().fits(self._chosen, self._tokens, tokens)
-
-    def _record(self, fits: Sequence[tuple[int, bool]]) -> None:
-        """The gain of a speculative round."""
-        done, load = self._round, self._load
+    def _learn(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Acceptance from a speculative round's nodes, where it had any, and its gain."""
+        done, nodes, load, fits = self._round, self._nodes, self._load, []
+        if self._prices is not None:
+            for b, (own, committed) in enumerate(zip(self._tokens, tokens, strict=False)):
+                nodes.learn(b, own, committed, self.experience, self.config.request_class)
+            self._trust.learn(done.tokens - len(tokens), done.promised_q30)
+            fits = nodes.for_report().fits(self._chosen, self._tokens, tokens)
+            self._is_book_old = True
         # Catching up after plain rounds is priced by the probe.
-        extra = self._root_ns(load, load.pending) - self._root_ns(load, 2 * load.num_sequences)
-        cost_ns = max(1, done.cost_ns - max(extra, 0))
+        cost_ns = max(1, done.cost_ns - self._catch_up_ns(load))
         gain_ns = done.tokens * done.plain_ns // load.num_sequences - cost_ns
         gain = (gain_ns << Q) // done.plain_ns
-        self._regimes[_size(load)].record(gain, done.tokens, cost_ns, fits)
+        self._regimes[load.size].record(gain, done.tokens, cost_ns, fits)
 
     def finish(self) -> None:
-        """The call is over: fold what was typical into the experience.
-
-        A call that never speculated says nothing about speculation. Its belief moves towards what
-        the calibration promises, so that a load which once did badly is looked at again.
-        """
+        """The call is over: what was typical of it becomes experience."""
+        self._wake()
         for size, regime in self._regimes.items():
-            gain, rate = regime.mean, _STOPPED_RATE
-            if not regime.rounds:
-                gain, rate = max(self._known[size], gain), _REVISIT_RATE
-            elif regime.speculating:  # few rounds, as where a batch runs out, say little
-                rate = _USUAL_RATE * min(regime.rounds, TRIAL) / TRIAL
-            gain, known = (min(g, UNIT) / UNIT for g in (gain, self._known[size]))
-            self.experience.fold_gain(size, gain, rate, known)
+            usual = self.experience.usual.get(size, Usual(regime.promised / UNIT))
+            self.experience.usual[size] = usual.after(regime)
 
     def price(self, top_k: int) -> Prices:
         """What this round's decisions cost, for levels of up to ``top_k`` nodes."""
-        load, cost = self._load, self.table.cost_ns
+        load, cost, regime = self._load, self.table.cost_ns, self._regimes[self._load.size]
         batch, context = load.num_sequences, load.context
-        regime = self._regimes[_size(load)]
         token_ns = regime.token_ns(self._round.plain_ns // batch)
-        trust = 1 << 10
         if not regime.probing:  # which believes the calibration, to verify a node at all
-            trust = ((_TRUST_PRIOR + self._accepted) << 10) // (_TRUST_PRIOR + self._promised)
-        self._round.token_ns = min(token_ns * min(max(trust, 128), 1280) >> 10, MOST_NS)
+            token_ns = self._trust.scale(token_ns)
+        self._round.token_ns = min(token_ns, MOST_NS)
         return Prices(
             self._round.token_ns,
             self.table.verify_curve(batch, batch * self.config.max_nodes, context),
@@ -229,22 +232,19 @@ class HarnessPolicy:
             self.config.max_nodes,
         )
 
-    def _root_ns(self, load: Load, rows: int) -> int:
-        return self.table.cost_ns("root", max(rows, 1), load.context)
+    def _catch_up_ns(self, load: Load) -> int:
+        """What rows that wait for the drafter add to those of a usual round."""
+        usual, rows = 2 * load.num_sequences, max(load.pending, 1)
+        cost = self.table.cost_ns
+        return max(0, cost("root", rows, load.context) - cost("root", usual, load.context))
 
     def _regime(self, load: Load, known: Outlook, catch_up: int, rounds_left: int) -> Regime:
-        size = _size(load)
-        self._known[size] = known.gain
+        size = load.size
         if size not in self._regimes:
-            usual = self.experience.usual_gain.get(size)
-            gain = known.gain if usual is None else round(usual * UNIT)
+            usual = self.experience.usual.get(size, Usual(known.gain / UNIT))
             self._regimes[size] = Regime.start(
-                *(load.num_sequences, gain, known.tokens_q10, known.cost_ns),
-                *(catch_up, rounds_left),
+                *(load.num_sequences, round(usual.gain * UNIT), round(usual.spread * UNIT)),
+                *(known.tokens_q10, known.cost_ns, catch_up, rounds_left),
             )
+        self._regimes[size].promised = min(known.gain, UNIT)
         return self._regimes[size]
-
-
-def _size(load: Load) -> int:
-    """Batch sizes that share a regime: powers of two."""
-    return load.num_sequences.bit_length()

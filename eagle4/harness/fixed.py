@@ -17,7 +17,7 @@ class Policy(Protocol):
         ...
 
     def observe(self, tokens: Sequence[Sequence[int]], stage_ns: Mapping[str, int]) -> None:
-        """The round is over: tokens committed per sequence, nanoseconds per stage."""
+        """The round is over: what it committed (if it speculated), nanoseconds per stage."""
         ...
 
 

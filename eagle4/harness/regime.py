@@ -23,10 +23,9 @@ MEMORY, LEAST_MEMORY = 24, 6  # rounds of one sequence, of many, that the mean r
 PRIOR_COUNT, PRIOR_VARIANCE = 4, UNIT // 10
 FIRST_WAIT, LEAST_WAIT = 8, 24
 PROBE_SHARE = 80  # a probe may cost 1/80 of the plain time before it
-# A call's gain lies this far around what is usual: texts differ.
-SPREAD = UNIT // 5
 TRIAL = 8  # rounds after which a bad start is noticed
 SERVES = 4  # calls like this one that what a trial teaches is good for
+MOST_REST = 8  # plain rounds that are not thought about
 FIRST_CHECK, LEAST_CHECK, CHECKS = 8, 32, 3  # rounds to plain rounds for comparison
 RATE_MEMORY = 128  # rounds that the price of a token remembers
 # Drafts that fit as often as promised, against drafts that fit five times less: odds, in 2^-30.
@@ -54,6 +53,8 @@ class Regime:
     tokens: int = 0  # fading sums of speculative rounds, tokens in 2^-10
     cost_ns: int = 0
     rounds: int = 0  # speculative ones
+    gained: int = 0  # in all of them
+    promised: int = 0  # gain by the calibration, latest
     # Since speculation began, with the call or with a probe:
     odds: int = ONE
     own: int = 0  # gain
@@ -63,12 +64,15 @@ class Regime:
         cls,
         num_sequences: int,
         gain: int,
+        spread: int,
         tokens_q10: int,
         cost_ns: int,
         catch_up: int,
         rounds_left: int,
     ) -> Regime:
         """From an expected gain, and expected tokens and cost of a round (worth 8 rounds).
+
+        The call's own gain is believed to lie evenly within ``spread`` of ``gain``.
 
         A round of many sequences says more than a round of one, so less of the past is needed.
         ``catch_up`` and ``rounds_left`` as in `decide`: a start that may turn out well is tried
@@ -81,7 +85,7 @@ class Regime:
             gain,
             count=max(1, PRIOR_COUNT // size),
             memory=max(MEMORY // size, LEAST_MEMORY),
-            speculating=SERVES * rounds_left * _upside(gain) >= price,
+            speculating=SERVES * rounds_left * _upside(gain, spread) >= price,
             loss=max(-gain, 0),
             tokens=8 * tokens_q10,
             cost_ns=8 * max(cost_ns, 1),
@@ -96,6 +100,7 @@ class Regime:
         was. Deeper nodes are accepted or lost together, so they say little more.
         """
         self.rounds += 1
+        self.gained += gain
         self.own += gain
         for chance, hit in fits:
             self._weigh(min(chance, SUREST), hit)
@@ -127,6 +132,18 @@ class Regime:
         elif self.is_losing:
             self._stop(loss=-self.mean)
         return self.speculating
+
+    def rest(self, catch_up: int) -> int:
+        """How many of the next rounds are plain for certain while the load stays; they count.
+
+        Catching up grows dearer meanwhile, so no probe can be due earlier.
+        """
+        if self.speculating:
+            return 0
+        due = max(self.wait, -(-PROBE_SHARE * (catch_up + self.loss) // UNIT))
+        rest = min(max(due - self.waited - 1, 0), MOST_REST)
+        self.waited += rest
+        return rest
 
     def is_check_due(self, num_compared: int) -> bool:
         """Whether a plain round should be measured between speculative ones.
@@ -173,11 +190,8 @@ class Regime:
         self.waited, self.wait, self.loss = 0, LEAST_WAIT, max(loss, 0)
 
 
-def _upside(gain: int) -> int:
-    """Mean of a call's gain where it is positive (else nothing is lost: speculation stops).
-
-    Of a uniform law around ``gain``.
-    """
-    if gain >= SPREAD:
+def _upside(gain: int, spread: int) -> int:
+    """Mean of a call's gain where it is positive (else nothing is lost: speculation stops)."""
+    if gain >= spread:
         return gain
-    return max(gain + SPREAD, 0) ** 2 // (4 * SPREAD)
+    return max(gain + spread, 0) ** 2 // (4 * spread)

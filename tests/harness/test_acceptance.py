@@ -12,6 +12,7 @@ import pytest
 from eagle4.harness.acceptance import Calibration, Experience
 from eagle4.harness.fixed_point import KNOTS, ONE, interpolate
 from eagle4.harness.nodes import Nodes
+from eagle4.harness.usual import Usual
 
 
 def taught(law, count: int = 4000, seed: int = 0, depth: int = 1) -> Calibration:
@@ -116,6 +117,6 @@ def test_the_forecast_learns_what_children_look_like():
 def test_experience_survives_json():
     experience = Experience()
     experience.observe(ONE // 3, 2, True, "code")
-    experience.usual_gain[1] = 0.25
+    experience.usual |= {1: Usual(0.25, 0.1, 0.3), 4: Usual(-0.5)}
     again = Experience.from_dict(experience.to_dict())
-    assert again.book("code") == experience.book("code") and again.usual_gain == {1: 0.25}
+    assert again.book("code") == experience.book("code") and again.usual == experience.usual

@@ -13,6 +13,7 @@ import pytest
 from eagle4.config import SpeculativeConfig
 from eagle4.harness import HarnessPolicy
 from eagle4.harness.acceptance import Experience
+from eagle4.harness.usual import Usual
 from eagle4.types import Load
 from profiling.optimum import optimal_rate
 from profiling.rivals import NOTHING, HarnessRun, Tally, fixed, plain, threshold, tuned
@@ -59,7 +60,8 @@ def test_verification_in_proportion_to_rows_means_plain_and_no_drafter_at_all():
     run = start(LINEAR)
     tally = run.rounds(Process.mixed(1.0), 300)
     assert tally.draft_forwards == 0 and tally.rate == plain(LINEAR, 1).rate
-    assert run.policy.is_hopeless
+    run.policy.finish()
+    assert run.policy.report.rounds["hopeless"] == 300
 
 
 def test_a_free_drafter_drafts_to_the_limit():
@@ -228,8 +230,8 @@ def test_a_load_that_once_did_badly_is_looked_at_again():
     """Short calls have no time to probe: one bad call must not rule out speculation for good."""
     experience, table = Experience(), CPU.table()
     short_calls(PROCESSES["fair"], experience, table, 8, 2)
-    experience.usual_gain = dict.fromkeys(experience.usual_gain, -0.05)
-    short_calls(PROCESSES["good"], experience, table, 8, 4)
+    experience.usual = dict.fromkeys(experience.usual, Usual(-0.15, 0.02, -0.15))
+    short_calls(PROCESSES["good"], experience, table, 8, 6)
     assert short_calls(PROCESSES["good"], experience, table, 8, 6).rate > 1.05 * plain(CPU, 8).rate
 
 
