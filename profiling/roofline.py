@@ -46,7 +46,7 @@ def measure(model: Eagle4ForCausalLM, context: int, repeats: int) -> dict[str, f
     with torch.no_grad(), model._packed.active():
         limits = TreeLimits.of(SpeculativeConfig(), model.drafter)
         warm_up(graphs, model.adapter, model.drafter, 1, limits)
-        with model.adapter.attached(run_block=graphs.block):
+        with model.adapter.attached(run_blocks=graphs.blocks):
             stage = Stage(model.adapter, model.drafter, 1, context, graphs, limits)
             cases = {
                 "read": lambda: float(big.sum()),

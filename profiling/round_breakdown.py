@@ -48,7 +48,7 @@ def parts(model: Eagle4ForCausalLM, context: int, repeats: int) -> dict[str, dic
     )
     with model._packed.active():
         warm_up(graphs, model.adapter, model.drafter, 1, limits)
-        with model.adapter.attached(run_block=graphs.block):
+        with model.adapter.attached(run_blocks=graphs.blocks):
             stage = Stage(model.adapter, model.drafter, 1, context, graphs, limits)
             rows = {str(n): partial(stage.verify, n - 1) for n in ROWS}
             widths = {str(n): partial(stage.level, n) for n in WIDTHS}

@@ -111,7 +111,7 @@ def test_compile_reaches_the_model_and_the_record(mode, folders, prompts, tmp_pa
     assert main(["bench", *folders, *prompts, *arms, "--compile", mode, "--out", out]) == 0
     record = json.loads((tmp_path / "bench.json").read_text())
     assert record["setup"]["compile"] == mode
-    assert set(compiled) == ({"draft", "propose", "run_block"} if mode == "on" else set())
+    assert set(compiled) == ({"draft", "propose", "run_blocks"} if mode == "on" else set())
 
 
 def test_check_passes_on_equal_output(folders, prompts, capsys):

@@ -2,8 +2,8 @@
 
 These functions carry nearly all of a round's arithmetic and are compiled without graph breaks:
 
-    block      one decoder block of the target on packed rows; one graph serves all blocks (regional
-               compilation: a whole target takes as long to compile as it has blocks)
+    blocks     a few decoder blocks of the target in a row; one graph serves all such groups
+               (regional compilation: a whole target takes as long to compile as it has blocks)
     draft      the drafter's layer on freshly verified rows (depth 0)
     propose    the efficient head: low-rank scores, candidates, exact logits, log-probabilities
     open_tree  the first level and its decision
@@ -32,7 +32,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from ..cache import AttentionStep, KVPool, StepParts
 from ..drafter import DraftOutput, Eagle4Drafter
 from ..target import TargetAdapter, TargetOutput
-from ..target.blocks import run_block
+from ..target.blocks import run_blocks
 from ..types import Candidates
 from . import level
 from .canvas import Canvas, Finished, TreeLimits
@@ -80,7 +80,7 @@ class Graphs:
         is_changed = compiled or replays is not None
         self._propose = wrap(level.propose) if is_changed else None
         # Without it the blocks keep their own forward.
-        self.block: Callable[..., Any] | None = compile_one(run_block) if compiled else None
+        self.blocks: Callable[..., Any] | None = compile_one(run_blocks) if compiled else None
         self._rows = None if replays is None else replays.wrap(packed_rows, packed_rows)
 
     def trees(self, limits: TreeLimits) -> TreeFunctions:
@@ -179,7 +179,11 @@ class _Compiled:
     def __init__(self, function: Callable, falls_back: bool = True):
         self._eager = function
         self._falls_back = falls_back
-        self._compiled = torch.compile(_own_code(function), fullgraph=True, dynamic=True)
+        # Checks of what Inductor's own code returns; as dear as a kernel where rows are few.
+        options: dict[str, Any] = {"size_asserts": False}
+        self._compiled = torch.compile(
+            _own_code(function), fullgraph=True, dynamic=True, options=options
+        )
         self._fails = False
 
     def __call__(self, *args):

@@ -176,7 +176,7 @@ def measure_pair(
     # Ranks measure together, so they also stop together.
     agree = bool if vocab is None else lambda over: bool(vocab.ranks.first([over])[0])
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    with torch.no_grad(), target.attached(run_block=graphs.block):
+    with torch.no_grad(), target.attached(run_blocks=graphs.blocks):
         cases = make_cases(target, drafter, grid, limits, graphs)
         # Nothing is recorded while the clock runs: pools are made, a shape is seen, recorded.
         for case in [*cases.values()] * (3 if graphs.replays is not None else 0):

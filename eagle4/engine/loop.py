@@ -65,7 +65,7 @@ def run(
         streamer=Streamer(request.streamer, state, request.pads_finished),
         processors=[for_sequence(request.processors, b, batch) for b in range(batch)],
     )
-    with target.attached(with_taps=draft is not None, run_block=graphs.block):
+    with target.attached(with_taps=draft is not None, run_blocks=graphs.blocks):
         _generate(call)
     return call.result()
 

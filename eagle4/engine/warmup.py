@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from functools import partial
 
 import torch
+from torch._dynamo import config as dynamo_config
 from torch.fx.experimental import _config as fx_config
 from tqdm.auto import tqdm
 
@@ -56,10 +57,11 @@ def warm_up(
     for part in missing:
         own = part if isinstance(part, TreeLimits) else None
         cases += _cases(Stage(target, drafter, several, context, graphs, own), part, rows)
-    # Equal sizes are a coincidence, not a law to be guarded.
+    # Equal sizes are a coincidence, not a law to be guarded; a model's own numbers never change.
     unequal = fx_config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+    constant = dynamo_config.patch(specialize_float=True)  # type: ignore[attr-defined]
     directly = nullcontext() if graphs.replays is None else graphs.replays.paused()
-    with torch.no_grad(), target.attached(run_block=graphs.block), unequal, directly:
+    with torch.no_grad(), target.attached(run_blocks=graphs.blocks), unequal, constant, directly:
         for case in tqdm(cases, desc="compiling", disable=None, leave=False):
             case()  # a pool's first forward finds out its widths, eagerly
             case()

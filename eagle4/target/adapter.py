@@ -19,7 +19,7 @@ from ..cache import AttentionStep, KVPool
 from ..ops import PackedLinears
 from ..parallel import VocabShard
 from . import attention
-from .blocks import RunBlock, replaced
+from .blocks import RunBlocks, replaced
 from .families import check_target, is_proven
 from .mixers import RecurrentMixers
 from .probe import probe
@@ -72,11 +72,11 @@ class TargetAdapter:
 
     @contextmanager
     def attached(
-        self, with_taps: bool = True, run_block: RunBlock | None = None
+        self, with_taps: bool = True, run_blocks: RunBlocks | None = None
     ) -> Iterator[TargetAdapter]:
         """Packed attention and taps are in place inside, gone outside.
 
-        The blocks run through ``run_block`` when it is given.
+        The blocks run through ``run_blocks`` when it is given.
         """
         taps = self.tap_layers if with_taps else []
         configs = _with_sub_configs(self.model.config)
@@ -93,7 +93,7 @@ class TargetAdapter:
                 self.evaluating(),
                 self._packed.active(),
                 self.mixers.active(),
-                replaced(blocks, run_block),
+                replaced(blocks, run_blocks),
                 nullcontext() if self.vocab is None else self.vocab.local(),
             ):
                 yield self

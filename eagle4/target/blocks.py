@@ -1,38 +1,109 @@
 """Decoder blocks that run through a given function: the seam for compiled blocks.
 
 All blocks of a model are alike but for their weights, so one compiled function serves them all: it
-gets the block as an argument and the block's share of the step as plain tensors (`LayerStep`).
+gets blocks as an argument and their shares of the step as plain tensors (`LayerStep`). A call of
+such a function costs the host about as much as a small block's arithmetic does, so a few blocks in
+a row go into one. The model still calls every block: the first runs them all, the others hand out
+what it found, as long as each is called with its predecessor's output and otherwise like it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
+from ..cache import LayerStep
 from .attention import KEYWORD, AttentionCall, PackedState
 
-RunBlock = Callable[[nn.Module, tuple, dict[str, Any]], Any]
+MOST_TOGETHER = 6  # more blocks gain little and take as much longer to compile
+
+RunBlocks = Callable[[list[nn.Module], list[LayerStep], tuple, dict[str, Any]], list[Any]]
 
 
-def run_block(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The block's own forward, as its class defines it."""
-    return type(block).forward(block, *args, **kwargs)
+def run_blocks(
+    blocks: list[nn.Module], steps: list[LayerStep], args: tuple, kwargs: dict[str, Any]
+) -> list[Any]:
+    """The outputs of blocks in a row, by the forwards that their classes define."""
+    found, (hidden, *rest) = [], args
+    for block, step in zip(blocks, steps, strict=True):
+        out = type(block).forward(block, hidden, *rest, **kwargs, **{KEYWORD: step})
+        found.append(out)
+        hidden = _hidden(out)
+    return found
 
 
 @contextmanager
-def replaced(blocks: Iterable[nn.Module], run: RunBlock | None) -> Iterator[None]:
+def replaced(blocks: Iterable[nn.Module], run: RunBlocks | None) -> Iterator[None]:
     """Inside, the blocks run through ``run`` once their K/V pools exist; None changes nothing."""
-    stand_ins = [] if run is None else [s for s in map(_StandIn.of, blocks) if s is not None]
+    found = [] if run is None else [_StandIn.of(block) for block in blocks]
+    stand_ins = [stand_in for stand_in in found if stand_in is not None]
+    size = _group_size(len(found)) if len(stand_ins) == len(found) else 1
     try:
-        for stand_in in stand_ins:
-            stand_in.block.forward = stand_in.bind(run)  # type: ignore[method-assign]
+        for first in range(0, len(stand_ins), size):
+            group = _Group(stand_ins[first : first + size], run)  # type: ignore[arg-type]
+            for place, stand_in in enumerate(group.members):
+                stand_in.block.forward = stand_in.bind(group, place)  # type: ignore[method-assign]
         yield
     finally:
         for stand_in in stand_ins:
             stand_in.block.__dict__.pop("forward", None)
+
+
+def _group_size(count: int) -> int:
+    """The largest divisor that is not too large: groups of one size share a graph."""
+    return next(size for size in range(MOST_TOGETHER, 0, -1) if count % size == 0)
+
+
+def _hidden(output: Any) -> torch.Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+class _Group:
+    """Blocks in a row that run together, and what they found in the forward that is under way."""
+
+    def __init__(self, members: Sequence[_StandIn], run: RunBlocks):
+        self.members, self.run = members, run
+        self.together = len(members) > 1
+        self._given: list[Any] = []
+        self._found: list[Any] = []
+
+    def watch(self, place: int, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
+        """A first forward, in which all run by themselves: may they run together later?"""
+        if self.together and (place == 0 or self._goes_on(place, args, kwargs)):
+            self._begin(args, kwargs, [*self._found, out] if place else [out])
+
+    def start(self, args: tuple, kwargs: dict[str, Any], state: PackedState) -> Any:
+        """Run all members; the output of the first."""
+        steps = [member.step(state) for member in self.members]
+        blocks = [member.block for member in self.members]
+        self._begin(args, kwargs, self.run(blocks, steps, args, kwargs))
+        return self._found[0]
+
+    def take(self, place: int, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The output of the member at ``place``; None if it is called otherwise than expected."""
+        return self._found[place] if self._goes_on(place, args, kwargs) else None
+
+    def _begin(self, args: tuple, kwargs: dict[str, Any], found: list[Any]) -> None:
+        self._given, self._found = [*args[1:], *kwargs.values()], found
+
+    def _goes_on(self, place: int, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Called with its predecessor's output, otherwise like it. If not, all run alone for good.
+
+        (Those that ran already compute their entries again.)
+        """
+        given = [*args[1:], *kwargs.values()]
+        is_next = len(self._found) >= place and args[0] is _hidden(self._found[place - 1])
+        is_alike = len(given) == len(self._given) and all(map(_is, given, self._given))
+        self.together = is_next and is_alike
+        return self.together
+
+
+def _is(a: Any, b: Any) -> bool:
+    return a is b
 
 
 class _StandIn:
@@ -51,22 +122,39 @@ class _StandIn:
             return None
         return cls(block, found.pop())  # type: ignore[arg-type]
 
-    def bind(self, run: RunBlock) -> Callable:
+    def bind(self, group: _Group, place: int) -> Callable:
         def forward(*args, **kwargs):
-            state: PackedState = kwargs[KEYWORD]
-            if self.call is None or self.layer not in state.pool.layers:
-                return self._first(args, kwargs)
-            key, value = state.pool.layers[self.layer]
-            asked = self.call.groups, self.call.sliding_window
-            own = state.step.layer(key, value, *asked)
-            return run(self.block, args, kwargs | {KEYWORD: own})
+            rest = dict(kwargs)
+            state: PackedState = rest.pop(KEYWORD)
+            if not self.is_known(state):
+                out = self._first(args, kwargs)
+                group.watch(place, args, rest, out)
+                return out
+            if group.together and place:
+                found = group.take(place, args, rest)
+                if found is not None:
+                    return found
+            if group.together and all(member.is_known(state) for member in group.members):
+                return group.start(args, rest, state)
+            return group.run([self.block], [self.step(state)], args, rest)[0]
 
         return forward
+
+    def is_known(self, state: PackedState) -> bool:
+        """Whether a forward with this pool has shown what the layer's attention asks for."""
+        return self.call is not None and self.layer in state.pool.layers
+
+    def step(self, state: PackedState) -> LayerStep:
+        """The layer's share of a forward."""
+        assert self.call is not None
+        key, value = state.pool.layers[self.layer]
+        return state.step.layer(key, value, self.call.groups, self.call.sliding_window)
 
     def _first(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A pool's first forward finds out its widths, and what the layer's attention asks for."""
         state: PackedState = kwargs[KEYWORD]
         calls = {} if state.calls is None else state.calls
-        out = run_block(self.block, args, kwargs | {KEYWORD: state._replace(calls=calls)})
+        own = kwargs | {KEYWORD: state._replace(calls=calls)}
+        out = type(self.block).forward(self.block, *args, **own)
         self.call = calls.get(self.layer)
         return out

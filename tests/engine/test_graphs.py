@@ -68,7 +68,7 @@ class Pair:
         inputs = prompt(lengths, seed=seed, vocab=VOCAB)
         pads = [max(lengths) - length for length in lengths]
         state = State(inputs["input_ids"], pads, 0, graphs=graphs)
-        with self.adapter.attached(run_block=graphs.block):
+        with self.adapter.attached(run_blocks=graphs.blocks):
             for sequence in state.sequences:
                 prefill(state, sequence, self.adapter, False)
                 # The prompt's last token stands for the root: its K/V is written again.
@@ -79,7 +79,7 @@ class Pair:
     @torch.no_grad()
     def verified(self, state: State, tree: Tree):
         processors = [LogitsProcessorList() for _ in state.sequences]
-        with self.adapter.attached(run_block=state.graphs.block):
+        with self.adapter.attached(run_blocks=state.graphs.blocks):
             return verify(state, state.sequences, tree, self.adapter, processors)
 
     @torch.no_grad()

@@ -140,9 +140,9 @@ def test_compiled_functions_are_recorded_too(made, monkeypatch):
     assert compiled and not made[0].recorded
     both.same([6])
     graphs = both.replayed.graphs()
-    assert graphs.compiled and graphs.block is not None and made[0].replayed > 50
+    assert graphs.compiled and graphs.blocks is not None and made[0].replayed > 50
     found = {f._name: f.num_recordings for f in graphs.replays._functions}
-    assert set(compiled) == set(found) - {"packed_rows"} | {"run_block"}
+    assert set(compiled) == set(found) - {"packed_rows"} | {"run_blocks"}
     direct = both.replayed.graphs(disable_compile=True)
     assert direct.replays is not None and not direct.compiled
 

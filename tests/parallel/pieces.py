@@ -164,7 +164,7 @@ def compiled(ranks: Ranks) -> dict[str, Any]:
             kwargs = {"max_new_tokens": 8, "do_sample": False, "speculative": speculative}
             found.append(own.generate(**inputs, **kwargs).tolist())
         graphs.append(num_compiled())
-    parts = model.graphs().block, model.graphs().draft, model.graphs()._propose
+    parts = model.graphs().blocks, model.graphs().draft, model.graphs()._propose
     fails = [part._fails for part in parts]  # type: ignore[union-attr]
     return {"ids": ids, "wanted": wanted, "graphs": graphs, "fails": fails}
 
