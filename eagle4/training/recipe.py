@@ -86,6 +86,7 @@ def start_drafter(
     init: Eagle4Drafter | None,
 ) -> Eagle4Drafter:
     """A float32 drafter on the target's device, bound to it: random, or from ``init``."""
+    config.uses_flex(target.device)  # fails here where it is impossible
     lent = target.get_input_embeddings(), target.get_output_embeddings()
     torch.manual_seed(config.seed)
     drafter = Eagle4Drafter(drafter_config)

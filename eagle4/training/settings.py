@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from ..ops.divergence import KINDS
 
 
@@ -27,8 +29,10 @@ class TrainConfig:
     ``"bfloat16"`` multiplies in bf16 under autocast, weights and optimiser state stay float32;
     ``"auto"`` does so where the device is fast at it. ``recompute``: activations of a depth are
     computed again in the backward pass instead of kept. ``compile``: the depths run as compiled
-    graphs, which costs minutes before the first step; not with ``"shard"``. ``sharding`` with
-    several processes: ``"replicate"`` (DDP) or ``"shard"`` (FSDP2).
+    graphs, which costs minutes before the first step; not with ``"shard"``. ``attention``:
+    ``"dense"``, ``"flex"`` (FlexAttention: no memory for hidden slots, which long contexts need;
+    not on CPUs, and slow where it is not compiled), or ``"auto"``: flex in compiled training on
+    CUDA. ``sharding`` with several processes: ``"replicate"`` (DDP) or ``"shard"`` (FSDP2).
 
     Every ``eval_every`` steps ``eval_runs`` held-out runs are scored ``eval_depths`` deep, and the
     engine decodes ``decode_prompts`` held-out prompts (0: none) for ``decode_tokens`` tokens; kept
@@ -74,6 +78,7 @@ class TrainConfig:
     precision: str = "auto"
     recompute: bool = False
     compile: bool = False
+    attention: str = "auto"
     sharding: str = "replicate"
     balance_rate: float = 1e-3
     balance_loss: float = 0.0
@@ -103,6 +108,16 @@ class TrainConfig:
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
 
+    def uses_flex(self, device: torch.device) -> bool:
+        """Whether attention is FlexAttention on ``device``; `ValueError` where it cannot be."""
+        if self.attention == "flex" and device.type == "cpu":
+            raise ValueError(
+                "attention='flex' cannot train on a CPU, where FlexAttention has no backward pass; "
+                "use 'dense' or 'auto'"
+            )
+        is_best = self.compile and device.type == "cuda"
+        return self.attention == "flex" or (self.attention == "auto" and is_best)
+
 
 _AT_LEAST_ONE = ("steps", "batch_size", "accumulation", "num_anchors", "num_depths", "eval_every")
 _FRACTIONS = (
@@ -113,6 +128,7 @@ _CHOICES = {
     "optimizer": ("muon", "adamw"),
     "precision": ("auto", "float32", "bfloat16"),
     "loss": KINDS,
+    "attention": ("auto", "dense", "flex"),
     "schedule": ("cosine", "linear", "wsd", "constant"),
     "sharding": ("replicate", "shard"),
 }

@@ -83,7 +83,8 @@ def run_loss(
     (``count_K`` still counts them: they are few, and every process knows it).
     """
     depths = compiled_depths(drafter, config.num_depths) if config.compile else None
-    head_BKMH = unroll(drafter, runs, config.recompute, depths)
+    flex = config.uses_flex(runs.token_N.device)
+    head_BKMH = unroll(drafter, runs, config.recompute, depths, flex)
     valid_BKM = runs.valid_BKM
     kept_BJ = teacher_is_kept(drafter, runs.teacher_BJH)
     if kept_BJ is not None:

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..drafter.block import DraftBlock
 from ..drafter.model import Eagle4Drafter
+from .flex import Visible, attend_flex
 
 
 class Runs(NamedTuple):
@@ -49,11 +50,13 @@ def unroll(
     runs: Runs,
     recompute: bool = False,
     depths: Sequence[Callable] | None = None,
+    flex: bool = False,
 ) -> torch.Tensor:
     """Head inputs ``[B, K, M, H]`` of every anchor at every depth.
 
     ``recompute``: keep no activations inside a depth, compute them again in the backward pass.
-    ``depths``: compiled forms of `unroll_depth`, one for every depth.
+    ``depths``: compiled forms of `unroll_depth`, one for every depth. ``flex``: attend to the base
+    keys by FlexAttention.
     """
     keep_BP = context_mask(runs.length_B)
     fused_NH = drafter.fuse(runs.feature_NTH)
@@ -64,7 +67,7 @@ def unroll(
     heads, private = [], []
     for k in range(runs.token_BKM.shape[1]):
         step = unroll_depth if depths is None else depths[k]
-        depth = partial(step, drafter, runs, k, base, keep_BP)
+        depth = partial(step, drafter, runs, k, base, keep_BP, flex)
         if recompute and torch.is_grad_enabled():
             head, state_BMH, *own = checkpoint(depth, state_BMH, *private, use_reentrant=False)
         else:
@@ -81,6 +84,7 @@ def unroll_depth(
     k: int,
     base: tuple[torch.Tensor, torch.Tensor],
     keep_BP: torch.Tensor,
+    flex: bool,
     state_BMH: torch.Tensor,
     *private: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
@@ -90,14 +94,19 @@ def unroll_depth(
     computed twice.
     """
     window = drafter.config.sliding_window
-    mask_BMP = base_mask(runs.slot_BM, keep_BP, k, window)
     own: list[torch.Tensor] = []
 
     def attend(query, key, value):
         own.extend((key, value))
         keys, values = ([*private[i::2], own[i]] if k else [] for i in (0, 1))
         first = 0 if window is None else max(0, k - window)
-        return attend_private(query, *base, mask_BMP, keys[first:], values[first:])
+        private_now = keys[first:], values[first:]
+        if flex:
+            visible = Visible(runs.slot_BM, runs.length_B, k, window)
+            return attend_flex(query, *base, visible, *private_now)
+        return attend_private(
+            query, *base, base_mask(runs.slot_BM, keep_BP, k, window), *private_now
+        )
 
     out = drafter(state_BMH, runs.token_BKM[:, k], runs.slot_BM + 1 + k, attend)
     return out.head_RH, out.state_RH, *own

@@ -2,14 +2,19 @@
 depth, positions off by one, teacher-forced tokens or states shifted the wrong way, supervision
 beyond the end, context padding that leaks, attention whose gradient is off in low precision."""
 
+import copy
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from eagle4 import Eagle4ForCausalLM
+from eagle4.training import flex as flex_module
 from eagle4.training.extract import tapped
 from eagle4.training.features import FeatureSequence
 from eagle4.training.runs import assemble
-from eagle4.training.ttt import attend_private, unroll
+from eagle4.training.settings import TrainConfig
+from eagle4.training.ttt import Runs, attend_private, unroll
 from eagle4.types import Candidates
 from tests.training.small import TAPS, tiny_drafter, tiny_store, tiny_target
 
@@ -60,17 +65,21 @@ FORMS = {
 }
 
 
+SLOW_FLEX = "ignore:flex_attention called without torch.compile"
+
+
+@pytest.mark.filterwarnings(SLOW_FLEX)
 @pytest.mark.parametrize(
-    ("form", "window"),
-    [("eagle4", w) for w in (None, 1, 2, 4, 11)]
-    + [(form, w) for form in FORMS if form != "eagle4" for w in (None, 3)],
+    ("form", "window", "flex"),
+    [("eagle4", w, flex) for w in (None, 1, 2, 4, 11) for flex in (False, True)]
+    + [(form, w, False) for form in FORMS if form != "eagle4" for w in (None, 3)],
 )
-def test_unrolled_equals_served(target, store, form, window):
+def test_unrolled_equals_served(target, store, form, window, flex):
     drafter = tiny_drafter(target, sliding_window=window, **FORMS[form])
     batch = [(0, 8), (1, 20), (2, 33)]
     runs = assemble(store, batch, NUM_ANCHORS, NUM_DEPTHS)
     with torch.no_grad():
-        found = unroll(drafter, runs)
+        found = unroll(drafter, runs, flex=flex)
         checked = 0
         for b, (index, start) in enumerate(batch):
             for m in range(0, NUM_ANCHORS, 2):
@@ -181,6 +190,53 @@ def test_recomputed_activations_give_the_same_gradients(target, store):
         slopes.append([param.grad.clone() for param in drafter.parameters()])
     for a, b in zip(*slopes, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def dense_flex(query, key, value, block_mask, enable_gqa, return_aux):
+    """What FlexAttention computes, written down; on CPUs its own has no backward pass."""
+    heads, anchors, slots = query.shape[1], query.shape[2], key.shape[2]
+    sizes = (len(query), heads, anchors, slots)
+    index = [
+        torch.arange(n).view(*(-1 if i == d else 1 for i in range(4))) for d, n in enumerate(sizes)
+    ]
+    sees = block_mask.mask_mod(*index).expand(sizes)
+    key, value = (x.repeat_interleave(heads // key.shape[1], 1) for x in (key, value))
+    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+    scores = scores.masked_fill(~sees, float("-inf"))
+    return scores.softmax(-1) @ value, SimpleNamespace(lse=scores.logsumexp(-1))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("window", [None, 2, 5])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_flex_attention_gives_the_same_gradients(
+    target, store, window, recompute, device, monkeypatch
+):
+    if device == "cpu":
+        monkeypatch.setattr(flex_module, "flex_attention", dense_flex)
+    drafter = tiny_drafter(target, sliding_window=window).to(device)
+    drafter.bind(*(copy.deepcopy(m).to(device) for m in (drafter.embedding, drafter.head)))
+    runs = assemble(store, [(0, 8), (1, 20), (3, 5)], NUM_ANCHORS, NUM_DEPTHS)
+    runs = Runs(*(tensor.to(device) for tensor in runs))
+    slopes = []
+    for flex in (False, True):
+        drafter.zero_grad()
+        unroll(drafter, runs, recompute, flex=flex).square().sum().backward()
+        slopes.append([param.grad.clone() for param in drafter.parameters()])
+    for a, b in zip(*slopes, strict=True):
+        assert a.isfinite().all()
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_flex_attention_is_chosen_where_it_pays_and_refused_where_it_cannot_train():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert not TrainConfig().uses_flex(gpu) and not TrainConfig(compile=True).uses_flex(cpu)
+    assert TrainConfig(compile=True).uses_flex(gpu)
+    assert not TrainConfig(compile=True, attention="dense").uses_flex(gpu)
+    with pytest.raises(ValueError, match="'dense'"):
+        TrainConfig(attention="flex").uses_flex(cpu)
+    with pytest.raises(ValueError, match="attention must be one of"):
+        TrainConfig(attention="sparse")
 
 
 def test_supervision_stays_inside_the_text(tmp_path):
