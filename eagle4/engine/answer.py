@@ -46,6 +46,8 @@ def answer(
         warm_up(graphs, target, own, len(request.pads), limits)
         with together.counted(target.vocab) as exchanged:
             result = run(request, target, policy, draft, graphs)
+            if isinstance(policy, HarnessPolicy):
+                policy.finish()  # ranks may have measured times to exchange
     result.stats.exchange = exchanged
     if not isinstance(policy, HarnessPolicy):
         return result, None

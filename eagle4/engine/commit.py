@@ -11,8 +11,6 @@ from transformers import StoppingCriteriaList
 
 from .state import Sequence, State
 
-MOST_PARTS = 16  # pending tensors that are counted in every round
-
 
 def commit_tokens(
     state: State,
@@ -89,6 +87,4 @@ def commit_cache(
         )
     sequence.kv_length += len(rows)
     if features_RTH is not None:
-        sequence.pending.append(features_RTH)
-        if len(sequence.pending) > MOST_PARTS:
-            sequence.pending = [torch.cat(sequence.pending)]
+        sequence.keep(features_RTH)

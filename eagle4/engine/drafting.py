@@ -110,13 +110,13 @@ def catch_up(
 ) -> DraftOutput:
     """Depth 0 on all pending features; returns the last row of every sequence."""
     last: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    while any(sequence.pending for sequence in sequences):
+    while any(sequence.num_pending for sequence in sequences):
         windows, tokens, features, owners = [], [], [], []
         budget = CHUNK
         for sequence in sequences:
-            if not sequence.pending or budget <= 0:
+            if not sequence.num_pending or budget <= 0:
                 continue
-            taken = _take_pending(sequence, budget)
+            taken = sequence.take(budget)
             first, count = sequence.draft_length, len(taken)
             budget -= count
             ids = state.tokens(sequence)
@@ -136,13 +136,6 @@ def catch_up(
             last[sequence.index] = (out.head_RH[row], out.state_RH[row])
     rows = [last[sequence.index] for sequence in sequences]
     return DraftOutput(torch.stack([r[0] for r in rows]), torch.stack([r[1] for r in rows]))
-
-
-def _take_pending(sequence: Sequence, budget: int) -> torch.Tensor:
-    features = torch.cat(sequence.pending)
-    rest = features[budget:]
-    sequence.pending = [rest] if len(rest) else []
-    return features[:budget]
 
 
 def expand(

@@ -179,7 +179,7 @@ class _Compiled:
     def __init__(self, function: Callable, falls_back: bool = True):
         self._eager = function
         self._falls_back = falls_back
-        # Checks of what Inductor's own code returns; as dear as a kernel where rows are few.
+        # Without checks of sizes that the guards have seen; together as dear as a kernel.
         options: dict[str, Any] = {"size_asserts": False}
         self._compiled = torch.compile(
             _own_code(function), fullgraph=True, dynamic=True, options=options

@@ -85,12 +85,11 @@ class HarnessHome:
         return HarnessPolicy(config, *self._profile)
 
     def settle(self, policy: HarnessPolicy) -> None:
-        """A call has ended: keep what it taught, now and then on disk.
+        """A call has finished: keep what it taught, now and then on disk.
 
         Costs that were measured in a disturbed moment could rule out speculation for good: where
         the first rounds contradict them they are measured once more.
         """
-        policy.finish()
         profile = self._profile
         if profile is None or policy.table is not profile.table:
             return

@@ -75,7 +75,8 @@ class Stage:
         for sequence in sequences:
             sequence.draft_length = self.context - rows
             zeros = torch.zeros(rows, taps, width, device=state.device, dtype=drafter.dtype)
-            sequence.pending = [zeros]
+            sequence.forget()
+            sequence.keep(zeros)
         root = catch_up(state, sequences, drafter, SpeculationStats())
         if (limits := self.limits) is not None:
             terms = self._terms(limits, num_sequences)

@@ -136,4 +136,6 @@ def _keep(
     if needs_features:
         kv_length = draft_length + (0 if features is None else len(features))
     after.kv_length, after.draft_length = kv_length, draft_length
-    after.pending = [features] if features is not None and len(features) else []
+    after.forget()
+    if features is not None and len(features):
+        after.keep(features)

@@ -63,7 +63,7 @@ def prefill(
         calls += 1
         logits = out.logits_RV
         if out.features_RTH is not None:
-            sequence.pending.append(out.features_RTH)
+            sequence.keep(out.features_RTH)
         if out.hidden_states is not None:
             hidden.append(out.hidden_states)
         sequence.kv_length = stop

@@ -23,13 +23,28 @@ class Sequence:
     length: int  # committed tokens; the last one is the root and has no KV yet
     kv_length: int = 0  # committed entries of the target cache
     draft_length: int = 0  # committed entries of the draft cache
-    pending: list[torch.Tensor] = field(default_factory=list)  # taps [k, T, H] not yet drafted on
+    # Taps [k, T, H] not yet drafted on, in order, and their rows: many parts where it never pays.
+    pending: list[torch.Tensor] = field(default_factory=list)
+    num_pending: int = 0
     new_tokens: int = 0
     done: bool = False  # a stopping criterion fired
 
-    @property
-    def num_pending(self) -> int:
-        return sum(len(features) for features in self.pending)
+    def keep(self, features: torch.Tensor) -> None:
+        """More features wait for the drafter."""
+        self.pending.append(features)
+        self.num_pending += len(features)
+
+    def take(self, most: int) -> torch.Tensor:
+        """The first of them, at most so many rows."""
+        features = torch.cat(self.pending)
+        self.pending, self.num_pending = [], 0
+        if len(features) > most:
+            self.keep(features[most:])
+        return features[:most]
+
+    def forget(self) -> None:
+        """Nothing waits any more."""
+        self.pending, self.num_pending = [], 0
 
 
 class State:
@@ -121,7 +136,8 @@ class State:
     def forget_drafts(self) -> None:
         """Drop draft K/V and pending features: after a failure nothing about them is certain."""
         for sequence in self.sequences:
-            sequence.draft_length, sequence.pending = 0, []
+            sequence.draft_length = 0
+            sequence.forget()
         self.draft_pool.layers.clear()
 
     def step(self, windows: list[Window]) -> AttentionStep:

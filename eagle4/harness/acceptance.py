@@ -11,13 +11,14 @@ All counts fade exponentially, so a shift of domain is followed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .fixed_point import CELLS, DEPTHS, KNOTS, ONE, cell, depth_class
 from .monotone import non_decreasing
-from .usual import Usual
+from .usual import NARROWEST, Usual
 
 RANKS = 16
 FADE = 1 - 1 / 512  # per round
@@ -201,7 +202,11 @@ _FORECAST_FIELDS = ("weight", "total", "chain_weight", "chain_total")
 
 
 def _usual(gain: float, spread: float, last: float | None) -> Usual:
-    return Usual(float(gain), float(spread), None if last is None else float(last))
+    usual = Usual(float(gain), float(spread), None if last is None else float(last))
+    numbers = usual if last is not None else usual[:2]
+    if not all(map(isfinite, numbers)) or usual.spread < NARROWEST:
+        raise ValueError(f"what is usual must be finite and spread by {NARROWEST}, got {usual}")
+    return usual
 
 
 def _shrunk(hits: np.ndarray, trials: np.ndarray, prior: np.ndarray, weight: float) -> np.ndarray:

@@ -74,7 +74,7 @@ class HarnessPolicy:
         self._round = Round(speculative, load, plain_ns, regime.probing, is_hopeless, is_check)
         if speculative:
             return Plan(True, self.config.max_depth, self.config.width, self.config.max_nodes)
-        self._rest = MOST_REST if is_hopeless else regime.rest(setting[0])
+        self._rest = MOST_REST if is_hopeless else regime.rest(*setting)
         return _PLAIN
 
     def _wake(self) -> None:
@@ -161,9 +161,9 @@ class HarnessPolicy:
         """Learn from the tokens of a speculative round and from what verification took."""
         done, batch, context = self._round, self._load.num_sequences, self._load.context
         target_ns = stage_ns.get("verify", 0) + stage_ns.get("commit", 0)
+        done.tokens = sum(map(len, tokens))
         if done.speculative and self._num_verified is not None:
             done.measured_ns += target_ns
-            done.tokens = sum(map(len, tokens))
             done.rows = batch + self._num_verified
             done.cost_ns += self.table.verify_curve(batch, self._num_verified, context)[-1]
             self.table.refine_verify(batch, self._num_verified, context, target_ns)

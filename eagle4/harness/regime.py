@@ -54,6 +54,7 @@ class Regime:
     cost_ns: int = 0
     rounds: int = 0  # speculative ones
     gained: int = 0  # in all of them
+    num_sequences: int = 1
     promised: int = 0  # gain by the calibration, latest
     # Since speculation began, with the call or with a probe:
     odds: int = ONE
@@ -83,6 +84,7 @@ class Regime:
         price = catch_up + TRIAL * max(-gain, 0)
         return cls(
             gain,
+            num_sequences=num_sequences,
             count=max(1, PRIOR_COUNT // size),
             memory=max(MEMORY // size, LEAST_MEMORY),
             speculating=SERVES * rounds_left * _upside(gain, spread) >= price,
@@ -133,15 +135,19 @@ class Regime:
             self._stop(loss=-self.mean)
         return self.speculating
 
-    def rest(self, catch_up: int) -> int:
-        """How many of the next rounds are plain for certain while the load stays; they count.
+    def rest(self, catch_up: int, rounds_left: int) -> int:
+        """How many of the next rounds are plain whatever is asked; they count as waited.
 
-        Catching up grows dearer meanwhile, so no probe can be due earlier.
+        ``catch_up``, ``rounds_left`` as in `decide`: while the load stays the same, catching up
+        grows dearer and rounds get fewer, so no probe is due earlier than it seems now.
         """
         if self.speculating:
             return 0
-        due = max(self.wait, -(-PROBE_SHARE * (catch_up + self.loss) // UNIT))
-        rest = min(max(due - self.waited - 1, 0), MOST_REST)
+        price = catch_up + self.loss
+        due = max(self.wait, -(-PROBE_SHARE * price // UNIT)) - self.waited - 1
+        if rounds_left * UNIT < 16 * price:
+            due = MOST_REST
+        rest = min(max(due, 0), MOST_REST)
         self.waited += rest
         return rest
 

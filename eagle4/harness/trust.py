@@ -5,7 +5,7 @@ from __future__ import annotations
 from .fixed_point import BITS
 
 _PRIOR = 8 << BITS  # accepted nodes' worth of belief in the calibration
-_FADE = 5  # a round counts for 2^5
+_FADE = 5  # the last 2^5 rounds count
 _ONE, _LEAST, _MOST = 1 << 10, 128, 1280
 
 
@@ -21,6 +21,6 @@ class Trust:
         self._promised += promised_q30 - (self._promised - _PRIOR >> _FADE)
 
     def scale(self, worth: int) -> int:
-        """``worth`` of a promised node as a share of a node that comes true."""
+        """``worth`` times accepted over promised nodes."""
         share = _ONE * self._accepted // self._promised
         return worth * min(max(share, _LEAST), _MOST) // _ONE

@@ -32,13 +32,15 @@ class Usual(NamedTuple):
 
     def _after_rounds(self, call: Regime) -> Usual:
         gain = max(-1.0, min(call.gained / call.rounds / UNIT, 1.0))
-        # Few rounds, as where a batch runs out, say little.
-        rate = _CALL_RATE * min(call.rounds, TRIAL) / TRIAL if call.speculating else _STOPPED_RATE
-        spread = self.spread
+        # Few rounds, as of one probe or where a batch runs out, say little.
+        weight = min(call.rounds * call.num_sequences, TRIAL) / TRIAL
+        rate = weight * (_CALL_RATE if call.speculating else _STOPPED_RATE)
+        spread, last = self.spread, gain
         if self.last is not None:
             found = min(_HALF_WIDTH * abs(gain - self.last), WIDEST)
-            spread = max(spread + _SPREAD_RATE * (found - spread), NARROWEST)
-        return Usual(self.gain + rate * (gain - self.gain), spread, gain)
+            spread = max(spread + weight * _SPREAD_RATE * (found - spread), NARROWEST)
+            last = self.last + weight * (gain - self.last)
+        return Usual(self.gain + rate * (gain - self.gain), spread, last)
 
     def _after_plain(self, promised: float) -> Usual:
         """The call never speculated, which says nothing about speculation.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,9 +43,10 @@ def replaced(blocks: Iterable[nn.Module], run: RunBlocks | None) -> Iterator[Non
     found = [] if run is None else [_StandIn.of(block) for block in blocks]
     stand_ins = [stand_in for stand_in in found if stand_in is not None]
     size = _group_size(len(found)) if len(stand_ins) == len(found) else 1
+    may = _May(size > 1)
     try:
         for first in range(0, len(stand_ins), size):
-            group = _Group(stand_ins[first : first + size], run)  # type: ignore[arg-type]
+            group = _Group(stand_ins[first : first + size], run, may)  # type: ignore[arg-type]
             for place, stand_in in enumerate(group.members):
                 stand_in.block.forward = stand_in.bind(group, place)  # type: ignore[method-assign]
         yield
@@ -58,48 +60,79 @@ def _group_size(count: int) -> int:
     return next(size for size in range(MOST_TOGETHER, 0, -1) if count % size == 0)
 
 
-def _hidden(output: Any) -> torch.Tensor:
-    return output[0] if isinstance(output, tuple) else output
+@dataclass
+class _May:
+    """Whether a model's blocks may run together.
+
+    All or none: groups and single blocks would be twice as many graphs.
+    """
+
+    run_together: bool
 
 
 class _Group:
-    """Blocks in a row that run together, and what they found in the forward that is under way."""
+    """Blocks in a row that run together, and what the forward that is under way found."""
 
-    def __init__(self, members: Sequence[_StandIn], run: RunBlocks):
-        self.members, self.run = members, run
-        self.together = len(members) > 1
-        self._given: list[Any] = []
-        self._found: list[Any] = []
+    def __init__(self, members: Sequence[_StandIn], run: RunBlocks, may: _May):
+        self.members, self.run, self.may = members, run, may
+        self._left: list[Any] = []  # outputs that members have not handed out
+        self._next = 0  # the member whose turn it is
+        self._input: torch.Tensor | None = None  # what it must be called with, unchanged
+        self._version = 0
+        self._given: list[Any] = []  # all other arguments
 
     def watch(self, place: int, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
         """A first forward, in which all run by themselves: may they run together later?"""
-        if self.together and (place == 0 or self._goes_on(place, args, kwargs)):
-            self._begin(args, kwargs, [*self._found, out] if place else [out])
+        if self.may.run_together and (place == 0 or self._goes_on(place, args, kwargs)):
+            if place == 0:
+                self._given = [*args[1:], *kwargs.values()]
+            self._hand_out(place, out)
 
     def start(self, args: tuple, kwargs: dict[str, Any], state: PackedState) -> Any:
         """Run all members; the output of the first."""
         steps = [member.step(state) for member in self.members]
         blocks = [member.block for member in self.members]
-        self._begin(args, kwargs, self.run(blocks, steps, args, kwargs))
-        return self._found[0]
+        self._given = [*args[1:], *kwargs.values()]
+        self._left = self.run(blocks, steps, args, kwargs)
+        return self._hand_out(0, self._left.pop(0))
 
     def take(self, place: int, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The output of the member at ``place``; None if it is called otherwise than expected."""
-        return self._found[place] if self._goes_on(place, args, kwargs) else None
+        return (
+            self._hand_out(place, self._left.pop(0)) if self._goes_on(place, args, kwargs) else None
+        )
 
-    def _begin(self, args: tuple, kwargs: dict[str, Any], found: list[Any]) -> None:
-        self._given, self._found = [*args[1:], *kwargs.values()], found
+    def _hand_out(self, place: int, out: Any) -> Any:
+        """``out`` is the next member's input; after the last one there is nothing to keep."""
+        self._next, self._input = place + 1, _hidden(out)
+        if self._next == len(self.members):
+            self._next, self._input, self._given = 0, None, []
+        elif self._input.is_inference():  # which tells nobody when it is changed
+            self._give_up()
+        else:
+            self._version = self._input._version
+        return out
 
     def _goes_on(self, place: int, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Called with its predecessor's output, otherwise like it. If not, all run alone for good.
+        """Called with its predecessor's output as it was, and otherwise like it.
 
-        (Those that ran already compute their entries again.)
+        If not, all blocks run alone for good; those that ran too early write their entries again.
         """
         given = [*args[1:], *kwargs.values()]
-        is_next = len(self._found) >= place and args[0] is _hidden(self._found[place - 1])
+        is_turn = place == self._next and args[0] is self._input
         is_alike = len(given) == len(self._given) and all(map(_is, given, self._given))
-        self.together = is_next and is_alike
-        return self.together
+        if is_turn and is_alike and args[0]._version == self._version:
+            return True
+        self._give_up()
+        return False
+
+    def _give_up(self) -> None:
+        self.may.run_together = False
+        self._left, self._input, self._given = [], None, []
+
+
+def _hidden(output: Any) -> torch.Tensor:
+    return output[0] if isinstance(output, tuple) else output
 
 
 def _is(a: Any, b: Any) -> bool:
@@ -124,17 +157,19 @@ class _StandIn:
 
     def bind(self, group: _Group, place: int) -> Callable:
         def forward(*args, **kwargs):
+            if not args:
+                args = (kwargs.pop("hidden_states"),)
             rest = dict(kwargs)
             state: PackedState = rest.pop(KEYWORD)
             if not self.is_known(state):
                 out = self._first(args, kwargs)
                 group.watch(place, args, rest, out)
                 return out
-            if group.together and place:
+            if group.may.run_together and place:
                 found = group.take(place, args, rest)
                 if found is not None:
                     return found
-            if group.together and all(member.is_known(state) for member in group.members):
+            if group.may.run_together and all(m.is_known(state) for m in group.members):
                 return group.start(args, rest, state)
             return group.run([self.block], [self.step(state)], args, rest)[0]
 

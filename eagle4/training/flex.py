@@ -1,8 +1,8 @@
-"""Attention of anchors over base keys by FlexAttention: no score of a hidden slot is computed, and
-none is kept for the backward pass, which is what long contexts need.
+"""Attention of anchors over base keys by FlexAttention: blocks of hidden slots are not computed and
+no score is kept for the backward pass, which is what long contexts need.
 
 The mask is a function of indices; private keys, a few per anchor, are scored beside it and merged
-by the log-sum-exp of both parts. Compiled on GPUs; elsewhere PyTorch runs it, slowly, as written.
+by the log-sum-exp of both parts.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def _base(
     query_BMAD: torch.Tensor, key_BPGD: torch.Tensor, value_BPGD: torch.Tensor, visible: Visible
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over base keys alone and its float32 log-sum-exp ``[B, M, A]``."""
-    query, key, value = (x.transpose(1, 2) for x in (query_BMAD, key_BPGD, value_BPGD))
+    # Under autocast values are low precision and rotated queries and keys may be float32.
+    parts = (x.to(value_BPGD.dtype) for x in (query_BMAD, key_BPGD, value_BPGD))
+    query, key, value = (x.transpose(1, 2) for x in parts)
     sizes: tuple[Any, ...] = (len(query), None, query.shape[2], key.shape[2])
     mask = create_block_mask(visible.function(), *sizes, device=str(query.device))
     setting: dict[str, Any] = {"enable_gqa": True, "return_aux": AuxRequest(lse=True)}

@@ -30,9 +30,9 @@ class TrainConfig:
     ``"auto"`` does so where the device is fast at it. ``recompute``: activations of a depth are
     computed again in the backward pass instead of kept. ``compile``: the depths run as compiled
     graphs, which costs minutes before the first step; not with ``"shard"``. ``attention``:
-    ``"dense"``, ``"flex"`` (FlexAttention: no memory for hidden slots, which long contexts need;
-    not on CPUs, and slow where it is not compiled), or ``"auto"``: flex in compiled training on
-    CUDA. ``sharding`` with several processes: ``"replicate"`` (DDP) or ``"shard"`` (FSDP2).
+    ``"dense"`` or, in compiled training on CUDA, ``"flex"`` (FlexAttention, which needs no memory
+    for scores; long contexts do). ``sharding`` with several processes: ``"replicate"`` (DDP) or
+    ``"shard"`` (FSDP2).
 
     Every ``eval_every`` steps ``eval_runs`` held-out runs are scored ``eval_depths`` deep, and the
     engine decodes ``decode_prompts`` held-out prompts (0: none) for ``decode_tokens`` tokens; kept
@@ -78,7 +78,7 @@ class TrainConfig:
     precision: str = "auto"
     recompute: bool = False
     compile: bool = False
-    attention: str = "auto"
+    attention: str = "dense"
     sharding: str = "replicate"
     balance_rate: float = 1e-3
     balance_loss: float = 0.0
@@ -102,6 +102,8 @@ class TrainConfig:
             raise ValueError(f"lora_rank must be 0 or more, got {self.lora_rank}")
         if self.lora_rank and (self.recompute or self.sharding == "shard"):
             raise ValueError('lora_rank goes neither with recompute nor with sharding="shard"')
+        if self.attention == "flex" and not self.compile:
+            raise ValueError("attention='flex' is slow unless compiled; set compile=True as well")
         if self.compile and self.sharding == "shard":
             raise ValueError('compile=True does not go with sharding="shard", whose hooks gather')
         for name in _FRACTIONS:
@@ -109,14 +111,13 @@ class TrainConfig:
                 raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
 
     def uses_flex(self, device: torch.device) -> bool:
-        """Whether attention is FlexAttention on ``device``; `ValueError` where it cannot be."""
-        if self.attention == "flex" and device.type == "cpu":
+        """Whether attention is FlexAttention; `ValueError` where it cannot train on ``device``."""
+        if self.attention == "flex" and device.type != "cuda":
             raise ValueError(
-                "attention='flex' cannot train on a CPU, where FlexAttention has no backward pass; "
-                "use 'dense' or 'auto'"
+                f"attention='flex' has no backward pass on {device.type}, only on CUDA; "
+                "use attention='dense'"
             )
-        is_best = self.compile and device.type == "cuda"
-        return self.attention == "flex" or (self.attention == "auto" and is_best)
+        return self.attention == "flex"
 
 
 _AT_LEAST_ONE = ("steps", "batch_size", "accumulation", "num_anchors", "num_depths", "eval_every")
@@ -128,7 +129,7 @@ _CHOICES = {
     "optimizer": ("muon", "adamw"),
     "precision": ("auto", "float32", "bfloat16"),
     "loss": KINDS,
-    "attention": ("auto", "dense", "flex"),
+    "attention": ("dense", "flex"),
     "schedule": ("cosine", "linear", "wsd", "constant"),
     "sharding": ("replicate", "shard"),
 }

@@ -73,7 +73,7 @@ class Pair:
                 prefill(state, sequence, self.adapter, False)
                 # The prompt's last token stands for the root: its K/V is written again.
                 sequence.kv_length -= 1
-                sequence.pending = [features[: len(features) - 1] for features in sequence.pending]
+                sequence.keep(sequence.take(sequence.num_pending)[:-1])
         return state
 
     @torch.no_grad()

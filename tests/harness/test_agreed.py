@@ -75,7 +75,7 @@ def test_a_frozen_table_of_one_rank_freezes_all_and_exchanges_nothing():
 
 
 def decisions(seed: int, exchange) -> dict:
-    """What a policy decided in 100 rounds while its clock was shaken."""
+    """What a policy decided in 500 rounds, some of them rests, while its clock was shaken."""
     policy = HarnessPolicy(SpeculativeConfig(), AgreedTable([scaled(1.0)], exchange))
     noise, timed, observe = random.Random(seed), policy.timed, policy.observe
 
@@ -86,9 +86,15 @@ def decisions(seed: int, exchange) -> dict:
     policy.observe = lambda tokens, ns: observe(  # type: ignore
         tokens, {name: shake(value) for name, value in ns.items()}
     )
-    HarnessRun(policy, CPU, 1, seed=5).rounds(Process.mixed(1.0), 100)
+    run = HarnessRun(policy, CPU, 1, seed=5)
+    run.rounds(Process.mixed(1.0), 100)
+    run.rounds(Process.mixed(0.03), 400)
+    policy.finish()
+    assert policy.report.rounds["plain"] > 20
     report = {k: v for k, v in policy.report.to_dict().items() if k != "ms"}
-    return {**report, "factors": policy.table.factors}
+    lines = {size: line.sums for size, line in policy.table._lines.items()}
+    assert any(rounds > 10 for rounds, *_ in lines.values()), "nothing was learned"
+    return {**report, "factors": policy.table.factors, "lines": lines}
 
 
 def test_ranks_with_clocks_of_their_own_decide_alike():

@@ -4,6 +4,9 @@ that is not called or whose result is lost, arguments of a neighbour, blocks tha
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import zoo
@@ -83,13 +86,44 @@ def test_a_hook_that_comes_later_counts():
     assert run.sizes == [4, 1, 1]
 
 
+def test_a_hook_that_changes_an_output_in_place_counts():
+    """As steering does; the object is the same, what it holds is not."""
+    for late in (False, True):
+        target, run, calls = tiny_llama(layers=4), Counting(), []
+
+        def steer(module, args, output, calls=calls, late=late):
+            calls.append(1)
+            if len(calls) > late:
+                output.add_(1.0)
+
+        target.model.layers[1].register_forward_hook(steer)
+        expected = logits(target, None)
+        calls.clear()
+        found = logits(target, run)
+        assert all(map(torch.equal, found, expected))
+        assert run.sizes == ([4, 1, 1] if late else [1] * 4)
+
+
+def test_nothing_of_a_forward_is_kept():
+    target, seen = tiny_llama(layers=4), []
+    target.model.layers[2].register_forward_hook(lambda m, a, out: seen.append(weakref.ref(out)))
+    adapter, state = TargetAdapter(target), State(IDS, [0], 0)
+    with torch.no_grad(), adapter.attached(run_blocks=blocks.run_blocks):
+        for _ in range(2):
+            state.sequences[0].kv_length = 0
+            prefill(state, state.sequences[0], adapter, False)
+        gc.collect()
+        assert [ref() for ref in seen] == [None, None]
+
+
 def test_a_neighbour_with_other_arguments_runs_alone():
     """Gemma 3 hands other rotations to its global layers than to its local ones."""
     kinds = ["sliding_attention", "full_attention"] * 2
-    target, run = zoo.build("gemma3", num_hidden_layers=4, layer_types=kinds), Counting()
+    kinds += ["full_attention"] * 5 + ["sliding_attention"]  # two groups: one would go together
+    target, run = zoo.build("gemma3", num_hidden_layers=10, layer_types=kinds), Counting()
     expected = logits(target, None)
     found = logits(target, run)
-    assert run.sizes == [1] * 4
+    assert run.sizes == [1] * 10, "groups of one model and single blocks are graphs too many"
     assert torch.equal(found[1], expected[1])
 
 
@@ -101,7 +135,8 @@ def test_taps_of_blocks_that_run_together_are_those_of_single_ones():
         state = State(IDS, [0], 0)
         with torch.no_grad(), adapter.attached(run_blocks=run):
             for _ in range(2):
-                state.sequences[0].kv_length, state.sequences[0].pending = 0, []
+                state.sequences[0].kv_length = 0
+                state.sequences[0].forget()
                 prefill(state, state.sequences[0], adapter, False)
         found.append(torch.cat(state.sequences[0].pending))
     assert torch.equal(*found)

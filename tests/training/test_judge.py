@@ -78,6 +78,20 @@ def test_the_last_within_an_error_of_the_best_is_kept(tmp_path, target, store, e
     assert measured == [2.5, 2.0, 2.0]
 
 
+@pytest.mark.parametrize(("scores", "kept"), [((2.5, 2.4, 2.4, 2.4), 0), ((2.5, 2.6, 2.5, 2.2), 6)])
+def test_what_a_continued_run_began_with_gives_way_to_longer_results_only(
+    tmp_path, target, store, scores, kept
+):
+    left = iter(scores)
+    trainer = Trainer(tiny_drafter(target), store, tmp_path, QUICK, is_continued=True)
+    start = trainer.drafter.fc.weight.detach().clone()
+    trainer.judge.decode = lambda drafter: Measured(next(left), 0.15)
+    trainer.train()
+    assert trainer.state.kept == kept and trainer.state.best == max(scores)
+    best = Eagle4Drafter.from_pretrained(tmp_path / "best")
+    assert torch.equal(best.fc.weight, start) == (kept == 0)
+
+
 def test_decoding_leaves_everything_as_it_was(target):
     drafter = tiny_drafter(target, candidate_rank=4, num_candidates=8)
     before = {name: value.clone() for name, value in drafter.state_dict().items()}

@@ -14,7 +14,7 @@ from eagle4.training.extract import tapped
 from eagle4.training.features import FeatureSequence
 from eagle4.training.runs import assemble
 from eagle4.training.settings import TrainConfig
-from eagle4.training.ttt import Runs, attend_private, unroll
+from eagle4.training.ttt import Runs, attend_private, unroll, unroll_depth
 from eagle4.types import Candidates
 from tests.training.small import TAPS, tiny_drafter, tiny_store, tiny_target
 
@@ -228,15 +228,27 @@ def test_flex_attention_gives_the_same_gradients(
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-def test_flex_attention_is_chosen_where_it_pays_and_refused_where_it_cannot_train():
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert not TrainConfig().uses_flex(gpu) and not TrainConfig(compile=True).uses_flex(cpu)
-    assert TrainConfig(compile=True).uses_flex(gpu)
-    assert not TrainConfig(compile=True, attention="dense").uses_flex(gpu)
-    with pytest.raises(ValueError, match="'dense'"):
-        TrainConfig(attention="flex").uses_flex(cpu)
+def test_flex_attention_is_refused_where_it_cannot_train():
+    assert not TrainConfig(compile=True).uses_flex(torch.device("cuda"))
+    config = TrainConfig(compile=True, attention="flex")
+    assert config.uses_flex(torch.device("cuda"))
+    with pytest.raises(ValueError, match="on cpu.*'dense'"):
+        config.uses_flex(torch.device("cpu"))
+    with pytest.raises(ValueError, match="compile=True"):
+        TrainConfig(attention="flex")
     with pytest.raises(ValueError, match="attention must be one of"):
         TrainConfig(attention="sparse")
+
+
+def test_flex_attention_can_be_traced_whole(target, store):
+    """Depth by depth and without a break, as compiled training does; sizes are symbolic."""
+    drafter, found = tiny_drafter(target, sliding_window=4), []
+    traced = [torch.compile(unroll_depth, fullgraph=True, dynamic=True, backend="eager")] * 3
+    for batch in ([(0, 8), (1, 20)], [(2, 12), (0, 21), (3, 9)]):
+        runs = assemble(store, batch, NUM_ANCHORS, 3)
+        with torch.no_grad():
+            found = [unroll(drafter, runs, depths=d, flex=True) for d in (None, traced)]
+        torch.testing.assert_close(*found)
 
 
 def test_supervision_stays_inside_the_text(tmp_path):
