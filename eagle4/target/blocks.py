@@ -77,7 +77,7 @@ class _Group:
         self.members, self.run, self.may = members, run, may
         self._left: list[Any] = []  # outputs that members have not handed out
         self._next = 0  # the member whose turn it is
-        self._input: torch.Tensor | None = None  # what it must be called with, unchanged
+        self._input: Any = None  # what it must be called with, unchanged
         self._version = 0
         self._given: list[Any] = []  # all other arguments
 
@@ -98,17 +98,17 @@ class _Group:
 
     def take(self, place: int, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The output of the member at ``place``; None if it is called otherwise than expected."""
-        return (
-            self._hand_out(place, self._left.pop(0)) if self._goes_on(place, args, kwargs) else None
-        )
+        if not self._goes_on(place, args, kwargs):
+            return None
+        return self._hand_out(place, self._left.pop(0))
 
     def _hand_out(self, place: int, out: Any) -> Any:
         """``out`` is the next member's input; after the last one there is nothing to keep."""
         self._next, self._input = place + 1, _hidden(out)
         if self._next == len(self.members):
             self._next, self._input, self._given = 0, None, []
-        elif self._input.is_inference():  # which tells nobody when it is changed
-            self._give_up()
+        elif not isinstance(self._input, torch.Tensor) or self._input.is_inference():
+            self._give_up()  # nobody could tell whether it is changed
         else:
             self._version = self._input._version
         return out
@@ -131,7 +131,7 @@ class _Group:
         self._left, self._input, self._given = [], None, []
 
 
-def _hidden(output: Any) -> torch.Tensor:
+def _hidden(output: Any) -> Any:
     return output[0] if isinstance(output, tuple) else output
 
 
