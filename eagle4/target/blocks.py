@@ -20,7 +20,7 @@ from torch import nn
 from ..cache import LayerStep
 from .attention import KEYWORD, AttentionCall, PackedState
 
-MOST_TOGETHER = 6  # more blocks gain little and take as much longer to compile
+MOST_TOGETHER = 4  # more blocks gain nothing and take longer to compile
 
 RunBlocks = Callable[[list[nn.Module], list[LayerStep], tuple, dict[str, Any]], list[Any]]
 

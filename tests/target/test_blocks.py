@@ -42,7 +42,7 @@ def logits(target, run) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize(("layers", "sizes"), [(4, [4]), (6, [6]), (10, [5, 5]), (7, [1] * 7)])
+@pytest.mark.parametrize(("layers", "sizes"), [(4, [4]), (6, [3, 3]), (10, [2] * 5), (7, [1] * 7)])
 def test_blocks_in_a_row_run_together(layers, sizes):
     target, run = tiny_llama(layers=layers), Counting()
     expected = logits(target, None)
