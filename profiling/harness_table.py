@@ -7,6 +7,9 @@ Two sets are made here: ``copy`` (the prompt asks for its own text) and ``hostil
 makes every next token pseudo-random, so nothing can be predicted). All arms answer every batch in
 one process, interleaved in rotating order; figures are quotients of all tokens per all seconds. The
 first ``--warmup`` batches of a set are forgotten. The last line is JSON.
+
+In bf16 the texts of two arms part at near ties, and a sequence may then end early in one of them
+and fill a batch in the other. ``--whole`` lets no sequence end, so that batches are equal.
 """
 
 from __future__ import annotations
@@ -119,6 +122,9 @@ def parse() -> argparse.Namespace:
         metavar="D/K/N",
         help="fixed shapes: depth, children per node, nodes (default: eight of them)",
     )
+    parser.add_argument(
+        "--whole", action="store_true", help="nothing ends before --max-new-tokens: equal batches"
+    )
     parser.add_argument("--out", help="write OUT.json and OUT.md")
     return parser.parse_args()
 
@@ -128,6 +134,8 @@ def main() -> None:
     target, tokenizer = demo.smollm2(dtype=args.dtype, device=args.device)
     drafter = Eagle4Drafter.from_pretrained(args.drafter or demo.drafter_path())
     model = Eagle4ForCausalLM(target, drafter)
+    if args.whole:
+        model.generation_config.eos_token_id = None
     sets = {Path(path).stem: load_prompts(path, args.limit) for path in args.prompts}
     first = next(iter(sets.values()))
     sets |= {"copy": copy_prompts(first), "hostile": first}
