@@ -203,7 +203,7 @@ _FORECAST_FIELDS = ("weight", "total", "chain_weight", "chain_total")
 
 def _usual(gain: float, spread: float, last: float | None) -> Usual:
     usual = Usual(float(gain), float(spread), None if last is None else float(last))
-    numbers = usual if last is not None else usual[:2]
+    numbers = [number for number in usual if number is not None]
     if not all(map(isfinite, numbers)) or usual.spread < NARROWEST:
         raise ValueError(f"what is usual must be finite and spread by {NARROWEST}, got {usual}")
     return usual
