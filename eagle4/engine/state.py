@@ -37,7 +37,7 @@ class Sequence:
     def take(self, most: int) -> torch.Tensor:
         """The first of them, at most so many rows."""
         features = torch.cat(self.pending)
-        self.pending, self.num_pending = [], 0
+        self.forget()
         if len(features) > most:
             self.keep(features[most:])
         return features[:most]

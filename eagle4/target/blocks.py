@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -85,14 +86,14 @@ class _Group:
         """A first forward, in which all run by themselves: may they run together later?"""
         if self.may.run_together and (place == 0 or self._goes_on(place, args, kwargs)):
             if place == 0:
-                self._given = [*args[1:], *kwargs.values()]
+                self._given = _others(args, kwargs)
             self._hand_out(place, out)
 
     def start(self, args: tuple, kwargs: dict[str, Any], state: PackedState) -> Any:
         """Run all members; the output of the first."""
         steps = [member.step(state) for member in self.members]
         blocks = [member.block for member in self.members]
-        self._given = [*args[1:], *kwargs.values()]
+        self._given = _others(args, kwargs)
         self._left = self.run(blocks, steps, args, kwargs)
         return self._hand_out(0, self._left.pop(0))
 
@@ -118,9 +119,9 @@ class _Group:
 
         If not, all blocks run alone for good; those that ran too early write their entries again.
         """
-        given = [*args[1:], *kwargs.values()]
+        given = _others(args, kwargs)
         is_turn = place == self._next and args[0] is self._input
-        is_alike = len(given) == len(self._given) and all(map(_is, given, self._given))
+        is_alike = len(given) == len(self._given) and all(map(is_, given, self._given))
         if is_turn and is_alike and args[0]._version == self._version:
             return True
         self._give_up()
@@ -135,8 +136,9 @@ def _hidden(output: Any) -> Any:
     return output[0] if isinstance(output, tuple) else output
 
 
-def _is(a: Any, b: Any) -> bool:
-    return a is b
+def _others(args: tuple, kwargs: dict[str, Any]) -> list[Any]:
+    """What a block is called with beside the hidden states."""
+    return [*args[1:], *kwargs.values()]
 
 
 class _StandIn:
